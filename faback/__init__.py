@@ -1,0 +1,1 @@
+"""faback: a modular paged flash-attention backend for LLM inference engines."""

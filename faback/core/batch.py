@@ -1,0 +1,132 @@
+"""The forward batch: what an engine says about one forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+import torch
+
+from faback.core.errors import BatchError
+
+Tensor = torch.Tensor
+
+INDEX_DTYPES = (torch.int32, torch.int64)
+MIRRORED = ("seq_lens", "extend_seq_lens", "extend_prefix_lens", "encoder_lens", "verify_lens")
+PER_REQUEST = ("req_pool_indices", *MIRRORED, *(f"{name}_cpu" for name in MIRRORED))
+PER_TOKEN = ("out_cache_loc", "positions")
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class ForwardBatch:
+    """One forward pass, in the field's names. Tensors are read and never written.
+
+    Index tensors are int32 or int64, on the pools' device; those named `_cpu` are optional host copies that spare a
+    bound from being taken from the configuration.
+
+    Attributes:
+        forward_mode: key of the mode: "decode", "extend", "mixed", "idle", or one that a plugin brings.
+        req_pool_indices: [bs] row of each request in `req_to_token`; row 0 belongs to padding.
+        seq_lens: [bs] tokens of each request, the new ones included (draft modes: the committed ones).
+        out_cache_loc: [tokens] slots where new keys and values go.
+        positions: [tokens] absolute positions, as the model uses them.
+        extend_seq_lens: [bs] new tokens of each request.
+        extend_prefix_lens: [bs] tokens that were already cached.
+        encoder_lens: [bs] encoder tokens of each request.
+        encoder_out_cache_loc: [encoder tokens] slots for the cross-attention cache.
+        draft_step: index of the draft step.
+        custom_mask: flat bool mask of tree verification, per request a [drafts, seq_len + drafts] block.
+        verify_lens: [bs] tokens to verify per request, where they differ.
+        num_tokens: rows of q, where no per-token tensor tells it.
+        extras: fields of plugins.
+    """
+
+    forward_mode: str
+    req_pool_indices: Tensor
+    seq_lens: Tensor
+    seq_lens_cpu: Tensor | None = None
+    out_cache_loc: Tensor | None = None
+    positions: Tensor | None = None
+    extend_seq_lens: Tensor | None = None
+    extend_seq_lens_cpu: Tensor | None = None
+    extend_prefix_lens: Tensor | None = None
+    extend_prefix_lens_cpu: Tensor | None = None
+    encoder_lens: Tensor | None = None
+    encoder_lens_cpu: Tensor | None = None
+    encoder_out_cache_loc: Tensor | None = None
+    draft_step: int | None = None
+    custom_mask: Tensor | None = None
+    verify_lens: Tensor | None = None
+    verify_lens_cpu: Tensor | None = None
+    num_tokens: int = attrs.field(
+        default=attrs.Factory(lambda self: self._count_tokens(), takes_self=True)
+    )
+    extras: Mapping[str, Any] = attrs.field(factory=dict)
+
+    @property
+    def bs(self) -> int:
+        """Number of requests, padded ones included."""
+        return self.req_pool_indices.shape[0]
+
+    def __attrs_post_init__(self) -> None:
+        for name in PER_REQUEST:
+            self._check_index(name, self.bs)
+        for name in PER_TOKEN:
+            self._check_index(name, None)
+        self._check_index("encoder_out_cache_loc", None)
+        if self.custom_mask is not None and self.custom_mask.dtype != torch.bool:
+            raise BatchError(
+                "batch.custom_mask", wanted="torch.bool", got=self.custom_mask.dtype, hint="Convert with `.bool()`."
+            )
+        for name in MIRRORED:
+            if getattr(self, f"{name}_cpu") is not None and getattr(self, f"{name}_cpu").device.type != "cpu":
+                raise BatchError(f"batch.{name}_cpu", wanted="a CPU tensor", got=getattr(self, f"{name}_cpu").device)
+
+    def bound(self, name: str, otherwise: int) -> int:
+        """Largest value of a per-request field, from its host copy; `otherwise` where there is none.
+
+        A CPU tensor is its own host copy. Never synchronises with a device.
+        """
+        lens = getattr(self, f"{name}_cpu")
+        if lens is None:
+            own = getattr(self, name)
+            lens = own if own is not None and own.device.type == "cpu" else None
+        if lens is None or lens.numel() == 0:
+            return otherwise if lens is None else 0
+        return int(lens.max())
+
+    def check_fields(self, needs: tuple[str, ...]) -> None:
+        """Raises a `BatchError` naming the first needed field that is missing."""
+        for name in needs:
+            value = self.extras.get(name) if not hasattr(self, name) else getattr(self, name)
+            if value is None:
+                raise BatchError(
+                    f"batch.{name}", wanted=f"a value in forward mode {self.forward_mode!r}", got=None
+                )
+
+    def check_device(self, device: torch.device) -> None:
+        """Raises a `BatchError` naming the first tensor that is not on the pools' device."""
+        for name in (*PER_REQUEST, *PER_TOKEN, "encoder_out_cache_loc", "custom_mask"):
+            value = getattr(self, name)
+            if value is not None and not name.endswith("_cpu") and value.device != device:
+                raise BatchError(f"batch.{name}", wanted=f"a tensor on {device} like the pools", got=value.device)
+
+    def _count_tokens(self) -> int:
+        for name in PER_TOKEN:
+            value = getattr(self, name)
+            if isinstance(value, Tensor):
+                return value.shape[0]
+        return self.bs
+
+    def _check_index(self, name: str, length: int | None) -> None:
+        value = getattr(self, name)
+        if value is None:
+            return
+        if not isinstance(value, Tensor) or value.dtype not in INDEX_DTYPES:
+            got = value.dtype if isinstance(value, Tensor) else type(value).__name__
+            raise BatchError(f"batch.{name}", wanted="an int32 or int64 tensor", got=got)
+        if value.ndim != 1 or (length is not None and value.shape[0] != length):
+            wanted = f"[{'n' if length is None else length}]"
+            hint = "" if length is None else "One entry per row of req_pool_indices."
+            raise BatchError(f"batch.{name}", wanted=wanted, got=list(value.shape), hint=hint or None)

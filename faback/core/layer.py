@@ -1,0 +1,105 @@
+"""What an attention layer is: a small frozen description, given once when the backend is built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import torch
+
+from faback.core.errors import ConfigError
+
+
+def _positive(instance: object, attribute: attrs.Attribute[Any], value: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+        raise ConfigError(f"layer.{attribute.name}", wanted="a positive integer", got=repr(value))
+
+
+def _distance(instance: object, attribute: attrs.Attribute[Any], value: int | None) -> None:
+    if value is not None and (not isinstance(value, int) or value < 0):
+        hint = "None means no limit; a window counts the keys to the left of the query, itself not included."
+        raise ConfigError(f"layer.{attribute.name}", wanted="None or an integer >= 0", got=repr(value), hint=hint)
+
+
+@attrs.frozen(kw_only=True, cache_hash=True)
+class LayerKind:
+    """Everything about a layer that decides its metadata and its kernel. Layers of one kind share one prepared call.
+
+    Attributes:
+        num_q_heads: query heads on this rank.
+        num_kv_heads: key/value heads on this rank; divides `num_q_heads`.
+        head_dim: last dimension of q and k.
+        v_head_dim: last dimension of v and of the output; `head_dim` unless given.
+        scale: factor on q.k; `head_dim ** -0.5` unless given.
+        softcap: `c * tanh(score / c)` after scaling and before the mask; 0 switches it off.
+        window: inclusive left distance: token p sees [p - window, p]; None is unbounded.
+        chunk: local attention: token p sees [chunk * (p // chunk), p]; None is off.
+        causal: False for encoder-only layers, where every token sees both directions.
+        cross: keys are the encoder's, values of the decoder's tokens are not written.
+        sinks: `forward` brings one logit per query head that enters the denominator only.
+        kv_scales: the layer has `k_scale` or `v_scale`; set from them.
+        kv_group: which part of the KV pool holds the layer's cache, as the pool names it.
+    """
+
+    num_q_heads: int = attrs.field(validator=_positive)
+    num_kv_heads: int = attrs.field(validator=_positive)
+    head_dim: int = attrs.field(validator=_positive)
+    v_head_dim: int = attrs.field(
+        default=attrs.Factory(lambda self: self.head_dim, takes_self=True), validator=_positive
+    )
+    scale: float = attrs.field(default=attrs.Factory(lambda self: self.head_dim**-0.5, takes_self=True))
+    softcap: float = 0.0
+    window: int | None = attrs.field(default=None, validator=_distance)
+    chunk: int | None = attrs.field(default=None, validator=attrs.validators.optional(_positive))
+    causal: bool = True
+    cross: bool = False
+    sinks: bool = False
+    kv_scales: bool = False
+    kv_group: str = "full"
+
+    def __attrs_post_init__(self) -> None:
+        if self.num_q_heads % self.num_kv_heads:
+            raise ConfigError(
+                "layer.num_q_heads",
+                wanted=f"a multiple of num_kv_heads={self.num_kv_heads}",
+                got=self.num_q_heads,
+                hint="Give the head counts of this tensor-parallel rank, KV heads replicated where ranks outnumber them.",
+            )
+        if self.softcap < 0:
+            raise ConfigError("layer.softcap", wanted="0 (off) or a positive cap", got=self.softcap)
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per key/value head."""
+        return self.num_q_heads // self.num_kv_heads
+
+
+@attrs.frozen(kw_only=True, cache_hash=True)
+class AttentionLayer(LayerKind):
+    """One attention layer of the model: its kind, its number and its KV scales.
+
+    Attributes:
+        layer_id: the layer's index in the KV pool, and its name in errors.
+        k_scale: de-quantisation factor of stored keys: a float, or a float32 tensor of one value per KV head.
+        v_scale: the same for values.
+    """
+
+    layer_id: int
+    k_scale: float | torch.Tensor | None = attrs.field(default=None, eq=False)
+    v_scale: float | torch.Tensor | None = attrs.field(default=None, eq=False)
+
+    def __attrs_post_init__(self) -> None:
+        super().__attrs_post_init__()
+        for name in ("k_scale", "v_scale"):
+            value = getattr(self, name)
+            if isinstance(value, torch.Tensor) and value.numel() not in (1, self.num_kv_heads):
+                raise ConfigError(
+                    f"layer.{name}", wanted=f"1 value or one per KV head ({self.num_kv_heads})", got=tuple(value.shape)
+                )
+        object.__setattr__(self, "kv_scales", self.k_scale is not None or self.v_scale is not None)
+
+    @property
+    def kind(self) -> LayerKind:
+        """The part of the description that layers can share."""
+        fields = attrs.fields(LayerKind)
+        return LayerKind(**{f.name: getattr(self, f.name) for f in fields})

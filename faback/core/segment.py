@@ -1,0 +1,203 @@
+"""Who sees what: the data that a mode builds and that a kernel obeys.
+
+A `Segment` lists query rows, the keys each may look at, and the rule (`Visibility`) that decides which of them it
+does. It holds no operation: modes and overlays make segments, lowerings rewrite them, kernels read them.
+
+The rule. Let query j of row b stand at absolute position p, and let the row's keys be tokens t = 0 .. kv_len[b]-1,
+token t at position t. The query sees token t when all of these hold:
+
+    causal   t <= p                                    (if causal)
+    window   p - left <= t <= p + right                (each bound only if given)
+    chunk    t // chunk == p // chunk                  (if given)
+
+and, whatever window and chunk say, also every t < keep[b] that causality allows. Without explicit `positions` the
+queries of a row are its last tokens: p = kv_len[b] + tail_len[b] - q_len[b] + j. A `Tail` adds keys behind the
+committed ones; its token c stands at `tail.positions` (default kv_len[b] + c) and obeys window and chunk by that
+position, and its mask, where it has one, in place of causality.
+
+A query that sees nothing yields 0 and log-sum-exp -inf.
+"""
+
+from __future__ import annotations
+
+import attrs
+import torch
+
+from faback.core.errors import ConfigError
+
+Tensor = torch.Tensor
+
+FEATURES = {
+    "non_causal": "queries see keys in both directions",
+    "window": "a limit on the distance to the left",
+    "window_right": "a limit on the distance to the right",
+    "chunk": "local attention in fixed chunks",
+    "keep": "a prefix that stays visible beyond window and chunk",
+    "tail": "extra key slots after the committed ones",
+    "tree": "a mask over the tail",
+    "positions": "explicit query positions",
+    "start": "keys that begin at an offset in the request's row",
+    "slot_map": "slots translated to another pool",
+    "raw_kv": "keys and values of the batch itself, no cache",
+    "dense_table": "keys addressed by a table of its own instead of the request rows",
+    "softcap": "tanh cap on the scores",
+    "sinks": "a logit per head in the denominator",
+    "lse": "log-sum-exp returned beside the output",
+    "kv_scales": "de-quantisation factors of stored keys and values",
+    "deterministic": "bit-equal whatever else is in the batch",
+    "graph": "recordable in a CUDA graph",
+}
+"""The words in which a segment says what it needs and a kernel says what it can do; plugins may add their own."""
+
+
+@attrs.frozen(eq=False)
+class Visibility:
+    """The rule of the module's docstring, as data. Its parts compose.
+
+    Attributes:
+        causal: a query sees no key at a later position.
+        window: inclusive distances (left, right); None is unbounded.
+        chunk: chunk length of local attention.
+        keep: int32 or int64 [rows], tokens below it stay visible whatever window and chunk say.
+    """
+
+    causal: bool = True
+    window: tuple[int | None, int | None] = (None, None)
+    chunk: int | None = None
+    keep: Tensor | None = None
+
+    def features(self) -> frozenset[str]:
+        """The `FEATURES` that this rule needs of a kernel."""
+        found = {
+            "non_causal": not self.causal,
+            "window": self.window[0] is not None,
+            "window_right": self.window[1] is not None,
+            "chunk": self.chunk is not None,
+            "keep": self.keep is not None,
+        }
+        return frozenset(name for name, present in found.items() if present)
+
+
+@attrs.frozen(eq=False)
+class KVView:
+    """Where the keys of each row live, as a recipe and not as a table.
+
+    Token t of row b is slot `req_to_token[req_pool_indices[b], start[b] + t]`, sent through `slot_map` if there is
+    one. Kernels read this directly; `materialize` of a lowering writes the page table that others want.
+
+    Attributes:
+        req_to_token: int32 or int64 [request rows, tokens], slots.
+        req_pool_indices: int32 or int64 [rows], which row of `req_to_token` each kernel row reads.
+        page_size: tokens per page; the slots of a page are consecutive and aligned.
+        start: int32 [rows] first token, 0 if None.
+        slot_map: int32 or int64 [slots], translation to the pool that the layer uses.
+        dense: True where `req_to_token` was made for one segment (row b belongs to kernel row b).
+    """
+
+    req_to_token: Tensor
+    req_pool_indices: Tensor
+    page_size: int
+    start: Tensor | None = None
+    slot_map: Tensor | None = None
+    dense: bool = False
+
+
+@attrs.frozen(eq=False)
+class Tail:
+    """Key slots behind the committed ones: draft tokens.
+
+    Attributes:
+        size: upper bound of a row's tail length, on the host.
+        lens: int32 [rows] tail lengths; a padded row has 0.
+        slots: [rows, size], or [tokens, size] if `per_query`, int32 or int64; None where the tail simply continues
+            the row's KVView at token kv_len.
+        per_query: each query has a tail of its own and sees all of it (draft branches).
+        mask: bool [tokens, size]: query sees tail token; None is causal within the tail.
+        positions: int32 [tokens of the tail, flat by row] absolute positions; None is kv_len + c.
+    """
+
+    size: int
+    lens: Tensor
+    slots: Tensor | None = None
+    per_query: bool = False
+    mask: Tensor | None = None
+    positions: Tensor | None = None
+
+
+@attrs.frozen(eq=False)
+class KVWrite:
+    """Where the new keys and values of a layer go.
+
+    Attributes:
+        slots: int32 or int64 [tokens], None for nowhere. Slot 0 belongs to padding and may receive anything.
+        slot_map: translation to the layer's pool, as in `KVView`.
+    """
+
+    slots: Tensor | None = None
+    slot_map: Tensor | None = None
+
+
+@attrs.frozen(eq=False)
+class Segment:
+    """One attention problem: rows of queries against rows of keys under one rule.
+
+    Attributes:
+        rows: number of rows (sequences as the kernel sees them), on the host.
+        cu_seqlens_q: int32 [rows + 1], where each row's queries lie in q.
+        max_seqlen_q: upper bound of a row's queries, on the host.
+        kv_len: int32 [rows], committed keys of each row.
+        max_kv_len: upper bound of `kv_len`, on the host.
+        kv: where the keys live; None for the keys of the batch itself, laid out like the queries.
+        visibility: the rule.
+        tail: extra keys, or None.
+        positions: int32 [tokens] absolute query positions; None for the last tokens of the row.
+        write: where the new keys and values go before anything is read.
+    """
+
+    rows: int
+    cu_seqlens_q: Tensor
+    max_seqlen_q: int
+    kv_len: Tensor
+    max_kv_len: int
+    kv: KVView | None
+    visibility: Visibility = Visibility()
+    tail: Tail | None = None
+    positions: Tensor | None = None
+    write: KVWrite = KVWrite()
+
+    def features(self) -> frozenset[str]:
+        """The `FEATURES` that this segment needs of a kernel."""
+        view = self.kv
+        found = {
+            "tail": self.tail is not None,
+            "tree": self.tail is not None and self.tail.mask is not None,
+            "positions": self.positions is not None,
+            "raw_kv": view is None,
+            "start": view is not None and view.start is not None,
+            "slot_map": view is not None and view.slot_map is not None,
+            "dense_table": view is not None and view.dense,
+        }
+        return self.visibility.features() | {name for name, present in found.items() if present}
+
+    def check(self, contributor: str) -> Segment:
+        """Returns the segment itself, or raises a `ConfigError` that names the contributor of a malformed one."""
+        wrong = next(iter(self._faults()), None)
+        if wrong is not None:
+            field, wanted, got = wrong
+            raise ConfigError(f"segment.{field} from {contributor}", wanted=wanted, got=got)
+        return self
+
+    def _faults(self) -> list[tuple[str, object, object]]:
+        def int32(name: str, tensor: Tensor, length: int) -> list[tuple[str, object, object]]:
+            if tensor.dtype == torch.int32 and tuple(tensor.shape) == (length,):
+                return []
+            return [(name, f"int32 [{length}]", f"{tensor.dtype} {tuple(tensor.shape)}")]
+
+        faults = int32("cu_seqlens_q", self.cu_seqlens_q, self.rows + 1) + int32("kv_len", self.kv_len, self.rows)
+        if self.tail is not None:
+            faults += int32("tail.lens", self.tail.lens, self.rows)
+        if self.kv is not None and self.kv.req_pool_indices.shape != (self.rows,):
+            faults.append(("kv.req_pool_indices", f"[{self.rows}]", tuple(self.kv.req_pool_indices.shape)))
+        if self.visibility.keep is not None and self.visibility.keep.shape != (self.rows,):
+            faults.append(("visibility.keep", f"[{self.rows}]", tuple(self.visibility.keep.shape)))
+        return faults
