@@ -9,10 +9,10 @@ import attrs
 import torch
 
 from faback.core.errors import BatchError
+from faback.core.segment import INDEX_DTYPES
 
 Tensor = torch.Tensor
 
-INDEX_DTYPES = (torch.int32, torch.int64)
 MIRRORED = ("seq_lens", "extend_seq_lens", "extend_prefix_lens", "encoder_lens", "verify_lens")
 PER_REQUEST = ("req_pool_indices", *MIRRORED, *(f"{name}_cpu" for name in MIRRORED))
 PER_TOKEN = ("out_cache_loc", "positions")
@@ -59,9 +59,7 @@ class ForwardBatch:
     custom_mask: Tensor | None = None
     verify_lens: Tensor | None = None
     verify_lens_cpu: Tensor | None = None
-    num_tokens: int = attrs.field(
-        default=attrs.Factory(lambda self: self._count_tokens(), takes_self=True)
-    )
+    num_tokens: int = attrs.field(default=attrs.Factory(lambda self: self._count_tokens(), takes_self=True))
     extras: Mapping[str, Any] = attrs.field(factory=dict)
 
     @property
@@ -101,9 +99,7 @@ class ForwardBatch:
         for name in needs:
             value = self.extras.get(name) if not hasattr(self, name) else getattr(self, name)
             if value is None:
-                raise BatchError(
-                    f"batch.{name}", wanted=f"a value in forward mode {self.forward_mode!r}", got=None
-                )
+                raise BatchError(f"batch.{name}", wanted=f"a value in forward mode {self.forward_mode!r}", got=None)
 
     def check_device(self, device: torch.device) -> None:
         """Raises a `BatchError` naming the first tensor that is not on the pools' device."""

@@ -73,6 +73,18 @@ class LayerKind:
         """Query heads per key/value head."""
         return self.num_q_heads // self.num_kv_heads
 
+    def features(self) -> frozenset[str]:
+        """The `FEATURES` that such a layer needs of a kernel in any mode."""
+        found = {
+            "softcap": self.softcap > 0,
+            "sinks": self.sinks,
+            "kv_scales": self.kv_scales,
+            "window": self.window is not None and not self.cross,
+            "chunk": self.chunk is not None and not self.cross,
+            "non_causal": self.cross or not self.causal,
+        }
+        return frozenset(name for name, present in found.items() if present)
+
 
 @attrs.frozen(kw_only=True, cache_hash=True)
 class AttentionLayer(LayerKind):

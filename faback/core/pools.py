@@ -7,9 +7,9 @@ from typing import Protocol, runtime_checkable
 import attrs
 import torch
 
-from faback.core.batch import INDEX_DTYPES
 from faback.core.errors import ConfigError
 from faback.core.layer import AttentionLayer, LayerKind
+from faback.core.segment import INDEX_DTYPES
 
 
 @runtime_checkable

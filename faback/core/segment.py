@@ -26,6 +26,7 @@ import torch
 from faback.core.errors import ConfigError
 
 Tensor = torch.Tensor
+INDEX_DTYPES = (torch.int32, torch.int64)
 
 FEATURES = {
     "non_causal": "queries see keys in both directions",
@@ -89,7 +90,7 @@ class KVView:
         req_to_token: int32 or int64 [request rows, tokens], slots.
         req_pool_indices: int32 or int64 [rows], which row of `req_to_token` each kernel row reads.
         page_size: tokens per page; the slots of a page are consecutive and aligned.
-        start: int32 [rows] first token, 0 if None.
+        start: int32 or int64 [rows] first token, 0 if None.
         slot_map: int32 or int64 [slots], translation to the pool that the layer uses.
         dense: True where `req_to_token` was made for one segment (row b belongs to kernel row b).
     """
@@ -108,7 +109,7 @@ class Tail:
 
     Attributes:
         size: upper bound of a row's tail length, on the host.
-        lens: int32 [rows] tail lengths; a padded row has 0.
+        lens: int32 or int64 [rows] tail lengths; a padded row has 0.
         slots: [rows, size], or [tokens, size] if `per_query`, int32 or int64; None where the tail simply continues
             the row's KVView at token kv_len.
         per_query: each query has a tail of its own and sees all of it (draft branches).
@@ -145,7 +146,7 @@ class Segment:
         rows: number of rows (sequences as the kernel sees them), on the host.
         cu_seqlens_q: int32 [rows + 1], where each row's queries lie in q.
         max_seqlen_q: upper bound of a row's queries, on the host.
-        kv_len: int32 [rows], committed keys of each row.
+        kv_len: int32 or int64 [rows], committed keys of each row.
         max_kv_len: upper bound of `kv_len`, on the host.
         kv: where the keys live; None for the keys of the batch itself, laid out like the queries.
         visibility: the rule.
@@ -188,16 +189,17 @@ class Segment:
         return self
 
     def _faults(self) -> list[tuple[str, object, object]]:
-        def int32(name: str, tensor: Tensor, length: int) -> list[tuple[str, object, object]]:
-            if tensor.dtype == torch.int32 and tuple(tensor.shape) == (length,):
-                return []
-            return [(name, f"int32 [{length}]", f"{tensor.dtype} {tuple(tensor.shape)}")]
-
-        faults = int32("cu_seqlens_q", self.cu_seqlens_q, self.rows + 1) + int32("kv_len", self.kv_len, self.rows)
-        if self.tail is not None:
-            faults += int32("tail.lens", self.tail.lens, self.rows)
-        if self.kv is not None and self.kv.req_pool_indices.shape != (self.rows,):
-            faults.append(("kv.req_pool_indices", f"[{self.rows}]", tuple(self.kv.req_pool_indices.shape)))
-        if self.visibility.keep is not None and self.visibility.keep.shape != (self.rows,):
-            faults.append(("visibility.keep", f"[{self.rows}]", tuple(self.visibility.keep.shape)))
-        return faults
+        tail, view, keep = self.tail, self.kv, self.visibility.keep
+        vectors: list[tuple[str, Tensor | None, int, tuple[torch.dtype, ...]]] = [
+            ("cu_seqlens_q", self.cu_seqlens_q, self.rows + 1, (torch.int32,)),
+            ("kv_len", self.kv_len, self.rows, INDEX_DTYPES),
+            ("tail.lens", None if tail is None else tail.lens, self.rows, INDEX_DTYPES),
+            ("kv.req_pool_indices", None if view is None else view.req_pool_indices, self.rows, INDEX_DTYPES),
+            ("kv.start", None if view is None else view.start, self.rows, INDEX_DTYPES),
+            ("visibility.keep", keep, self.rows, INDEX_DTYPES),
+        ]
+        return [
+            (name, f"{' or '.join(map(str, dtypes))} [{length}]", f"{tensor.dtype} {list(tensor.shape)}")
+            for name, tensor, length, dtypes in vectors
+            if tensor is not None and (tensor.dtype not in dtypes or tuple(tensor.shape) != (length,))
+        ]

@@ -1,0 +1,51 @@
+"""The answer to: what will happen to this layer in this batch, and why not otherwise?"""
+
+from __future__ import annotations
+
+import attrs
+
+from faback.core.kernel import Rejection
+from faback.core.segment import Segment
+from faback.core.select import Route
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Explanation:
+    """Printable, and readable field by field.
+
+    Attributes:
+        mode: the mode and its distribution.
+        overlays: overlays that vary this kind of layer, in order, each with its distribution.
+        segment: who sees what.
+        routes: the kernels chosen, one route per call.
+        rejections: each reason of each kernel against the request as it stands.
+        absent: kernels that cannot run here, and why.
+    """
+
+    mode: str
+    overlays: tuple[str, ...]
+    segment: Segment
+    routes: tuple[Route, ...]
+    rejections: tuple[Rejection, ...]
+    absent: dict[str, str]
+
+    @property
+    def kernel(self) -> str:
+        """The route in short, for example "triton" or "cascade(fa3, triton)"."""
+        return " + ".join(str(route) for route in self.routes)
+
+    def __str__(self) -> str:
+        rule, segment = self.segment.visibility, self.segment
+        sizes = f"{segment.rows} rows, up to {segment.max_seqlen_q} queries and {segment.max_kv_len} keys each"
+        needs = ", ".join(sorted(segment.features())) or "nothing special"
+        lines = [
+            f"mode      {self.mode}",
+            f"overlays  {', '.join(self.overlays) or 'none'}",
+            f"segment   {sizes}",
+            f"sees      causal={rule.causal} window={rule.window} chunk={rule.chunk}; needs {needs}",
+            f"kernel    {self.kernel}",
+        ]
+        lines += [f"asked     {route.request}" for route in self.routes]
+        lines += [f"rejected  {reason}" for reason in self.rejections]
+        lines += [f"absent    {name}: {reason}" for name, reason in self.absent.items()]
+        return "\n".join(lines)

@@ -1,0 +1,163 @@
+"""A plan: for each kind of layer, where its keys go and which prepared calls attend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from faback.core.batch import ForwardBatch
+from faback.core.contracts import PlanContext
+from faback.core.errors import BatchError
+from faback.core.kernel import KernelProvider
+from faback.core.layer import AttentionLayer, LayerKind
+from faback.core.pools import KVPool
+from faback.core.segment import Segment
+from faback.core.select import Route
+from faback.core.workspace import DeviceOps, Workspace
+
+Tensor = torch.Tensor
+
+
+@attrs.frozen(eq=False)
+class Arguments:
+    """What one layer brings to its calls.
+
+    Attributes:
+        q: [tokens, num_q_heads, head_dim].
+        fresh: k and v of the batch, as given to `forward`.
+        cached: k and v storage of the layer.
+        sinks: [num_q_heads] or None.
+        scales: k and v scale, or None each.
+    """
+
+    q: Tensor
+    fresh: tuple[Tensor | None, Tensor | None]
+    cached: tuple[Tensor, Tensor]
+    sinks: Tensor | None
+    scales: tuple[float | Tensor | None, float | Tensor | None]
+
+
+@attrs.frozen(eq=False)
+class Call:
+    """One kernel, prepared for one segment.
+
+    Attributes:
+        kernel: who runs.
+        prepared: what its `prepare` returned.
+        fresh: keys and values are the batch's own, not the cache's.
+    """
+
+    kernel: KernelProvider
+    prepared: Any
+    fresh: bool
+
+    def run(self, args: Arguments, out: Tensor, lse: Tensor | None) -> None:
+        """Attends into out [tokens, num_q_heads, v_head_dim] and lse [tokens, num_q_heads]."""
+        k, v = args.fresh if self.fresh else args.cached
+        k_scale, v_scale = (None, None) if self.fresh else args.scales
+        assert k is not None and v is not None
+        self.kernel.run(self.prepared, args.q, k, v, out, lse=lse, sinks=args.sinks, k_scale=k_scale, v_scale=v_scale)
+
+
+@attrs.frozen(eq=False)
+class Merged:
+    """Several calls over parts of the keys, merged by log-sum-exp; sinks enter at the merge and nowhere else."""
+
+    parts: tuple[Call | Merged, ...]
+    ops: DeviceOps
+
+    def run(self, args: Arguments, out: Tensor, lse: Tensor | None) -> None:
+        """Like `Call.run`."""
+        partial = attrs.evolve(args, sinks=None)
+        outs = [torch.empty_like(out) for _ in self.parts]
+        lses = [torch.empty(out.shape[:2], dtype=torch.float32, device=out.device) for _ in self.parts]
+        for part, part_out, part_lse in zip(self.parts, outs, lses, strict=True):
+            part.run(partial, part_out, part_lse)
+        self.ops.merge(outs, lses, out, lse, args.sinks)
+
+
+@attrs.frozen(eq=False)
+class Step:
+    """What all layers of one kind do in one forward pass.
+
+    Attributes:
+        segment: who sees what, and where new keys go.
+        call: the prepared call or merge of calls.
+        ops: the device's operations.
+    """
+
+    segment: Segment
+    call: Call | Merged
+    ops: DeviceOps
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: AttentionLayer,
+        pool: KVPool,
+        out: Tensor | None,
+        sinks: Tensor | None,
+        save_kv_cache: bool,
+        return_lse: bool,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """See `AttentionBackend.forward`."""
+        tokens = q.shape[0]
+        if out is None:
+            out = torch.empty((tokens, layer.num_q_heads, layer.v_head_dim), dtype=q.dtype, device=q.device)
+        lse = torch.empty((tokens, layer.num_q_heads), dtype=torch.float32, device=q.device) if return_lse else None
+        k = _by_head(k, layer.num_kv_heads, layer.head_dim)
+        v = _by_head(v, layer.num_kv_heads, layer.v_head_dim)
+        cached = pool.buffers(layer)
+        write = self.segment.write
+        if save_kv_cache and write.slots is not None and k is not None and v is not None:
+            if k.shape[0] != write.slots.shape[0]:
+                what = f"k of layer {layer.layer_id}"
+                raise BatchError(what, wanted=f"{write.slots.shape[0]} tokens, one per write slot", got=k.shape[0])
+            self.ops.set_kv(k, v, *cached, write, layer.k_scale, layer.v_scale)
+        self.call.run(Arguments(q, (k, v), cached, sinks, (layer.k_scale, layer.v_scale)), out, lse)
+        return out if lse is None else (out, lse)
+
+
+@attrs.frozen(eq=False)
+class Plan:
+    """One planned forward pass.
+
+    Attributes:
+        batch: what was planned.
+        steps: by layer id; layers of one kind share one step.
+    """
+
+    batch: ForwardBatch
+    steps: dict[int, Step]
+
+
+def prepare_calls(
+    segments: Sequence[Segment], routes: Sequence[Route], layer: LayerKind, ws: Workspace, ctx: PlanContext
+) -> Call | Merged:
+    """Walks the routes, lowers and prepares.
+
+    Args:
+        segments: the parts that a mode wants attended separately, usually one.
+        routes: how each is served.
+    """
+    calls = tuple(_prepare(segment, route, layer, ws, ctx) for segment, route in zip(segments, routes, strict=True))
+    return calls[0] if len(calls) == 1 else Merged(calls, ws.ops)
+
+
+def _prepare(segment: Segment, route: Route, layer: LayerKind, ws: Workspace, ctx: PlanContext) -> Call | Merged:
+    if route.kernel is not None:
+        prepared = route.kernel.prepare(segment, layer, route.request, ws)
+        return Call(route.kernel, prepared, segment.kv is None)
+    assert route.lowering is not None
+    segments = route.lowering.lower(segment, ws, ctx)
+    calls = [_prepare(s, r, layer, ws, ctx) for s, r in zip(segments, route.parts, strict=True)]
+    return Merged(tuple(calls), ws.ops) if route.lowering.merges else calls[0]
+
+
+def _by_head(tensor: Tensor | None, heads: int, dim: int) -> Tensor | None:
+    return tensor if tensor is None or tensor.ndim == 3 else tensor.view(tensor.shape[0], heads, dim)

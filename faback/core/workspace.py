@@ -1,0 +1,121 @@
+"""Workspaces: who owns the memory of metadata and when it is filled.
+
+A builder never allocates and never launches. It asks for a tensor by name and says how the tensor is filled; the
+workspace decides where it lives. Here is the eager one, which makes fresh tensors at once.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from faback.core.segment import KVWrite
+
+Tensor = torch.Tensor
+
+
+class DeviceOps(Protocol):
+    """The operations that faback itself launches on one kind of device. All are free of host synchronisation.
+
+    The fills write their first argument; lengths and tables are int32 or int64, outputs are int32 unless said.
+    """
+
+    def lens(self, out: Tensor, source: Tensor, *, add: int, active: Tensor | None) -> None:
+        """out[b] = source[b] + add, and 0 in padded rows: those where `active` [b] is 0."""
+        ...
+
+    def offsets(self, out: Tensor, lens: Tensor) -> None:
+        """out [n + 1] = running sum of lens [n], from 0."""
+        ...
+
+    def set_kv(
+        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, write: KVWrite, k_scale: Any, v_scale: Any
+    ) -> None:
+        """Stores k, v [tokens, heads, dim] in their slots, divided by the scale, cast and translated."""
+        ...
+
+    def merge(
+        self, outs: list[Tensor], lses: list[Tensor], out: Tensor, lse: Tensor | None, sinks: Tensor | None
+    ) -> None:
+        """Merges partial results [tokens, heads, dim] by log-sum-exp; sinks [heads] enter here, once."""
+        ...
+
+
+class Workspace(abc.ABC):
+    """What builders see. Two requests with the same fill and the same inputs return one tensor.
+
+    Attributes:
+        ops: the device's operations.
+        device: where tensors are made.
+    """
+
+    def __init__(self, ops: DeviceOps, device: torch.device, constants: dict[Any, Tensor]) -> None:
+        self.ops = ops
+        self.device = device
+        self._constants = constants
+        self._filled: dict[Any, Tensor] = {}
+
+    @abc.abstractmethod
+    def buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Memory for one tensor, contents undefined."""
+
+    def fill(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        op: Callable[..., None],
+        *inputs: Tensor | None,
+        dtype: torch.dtype = torch.int32,
+        **params: Any,
+    ) -> Tensor:
+        """A tensor filled by `op(out, *inputs, **params)`.
+
+        Args:
+            name: what it is, for reports.
+            shape: its shape, all host integers.
+            op: one of `ops`, or a plugin's own function of the same form.
+            dtype: its dtype.
+        """
+        tensors = {n: id(p) if isinstance(p, Tensor) else p for n, p in params.items()}
+        key = (op, shape, tuple(id(t) for t in inputs), tuple(sorted(tensors.items())))
+        if key not in self._filled:
+            out = self.buffer(name, shape, dtype)
+            op(out, *inputs, **params)
+            self._filled[key] = out
+        return self._filled[key]
+
+    def lens(self, name: str, source: Tensor, *, add: int = 0, active: Tensor | None = None) -> Tensor:
+        """Lengths [n] plus a constant; the source itself where nothing is to be done.
+
+        Args:
+            name: what they are.
+            source: int32 or int64 [n].
+            add: what is added.
+            active: int32 or int64 [n], 0 marks a padded row, whose length becomes 0 (usually req_pool_indices).
+        """
+        if add == 0 and active is None:
+            return source
+        return self.fill(name, tuple(source.shape), self.ops.lens, source, add=add, active=active)
+
+    def offsets(self, name: str, lens: Tensor) -> Tensor:
+        """int32 [n + 1] running sum of lengths [n]."""
+        return self.fill(name, (lens.shape[0] + 1,), self.ops.offsets, lens)
+
+    def uniform_offsets(self, rows: int, step: int = 1) -> Tensor:
+        """int32 [rows + 1]: 0, step, 2 * step ...; kept for the life of the backend, so it costs nothing twice."""
+        known = self._constants.get(("uniform_offsets", step))
+        if known is None or known.shape[0] <= rows:
+            size = 1 << max(8, rows.bit_length())
+            known = torch.arange(0, (size + 1) * step, step, dtype=torch.int32, device=self.device)
+            self._constants["uniform_offsets", step] = known
+        return known[: rows + 1]
+
+
+class EagerWorkspace(Workspace):
+    """Fresh tensors for one plan, sized by the batch."""
+
+    def buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.device)

@@ -1,0 +1,249 @@
+"""How the reference kernel cuts a segment into padded batches.
+
+The work is cut into items (some queries of one row, and the span of keys that they can see at all); items of similar
+size run as one padded batch, and a key outside every span is never touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import attrs
+import torch
+
+from faback.core.segment import Segment, Visibility
+
+Tensor = torch.Tensor
+
+QUERY_BLOCK = 128
+"""Queries of one item: bounds the score matrix and skips the keys above a block's diagonal."""
+BATCH_SCORES = 1 << 22
+"""Scores (queries x keys x heads) of one padded batch."""
+CACHED_MASK = 1 << 22
+"""Mask elements of one batch that are kept between layers; larger masks are made again for each."""
+
+
+@attrs.frozen
+class Item:
+    """Queries of a row and their span: a kept prefix, then committed keys, then the tail.
+
+    Attributes:
+        row: index of the row.
+        first: index of the first query within the row.
+        token: index of the first query in q.
+        queries: number of queries.
+        kept: keys [0, kept) of the row that stay visible; they end before `low`.
+        low: first committed key behind them.
+        committed: number of committed keys from `low`.
+        tail: number of tail keys.
+    """
+
+    row: int
+    first: int
+    token: int
+    queries: int
+    kept: int
+    low: int
+    committed: int
+    tail: int
+
+    @property
+    def keys(self) -> int:
+        """Keys in the span."""
+        return self.kept + self.committed + self.tail
+
+
+@attrs.frozen(eq=False)
+class MaskInputs:
+    """Positions from which a batch's mask is made. B items, Q queries, K keys.
+
+    Attributes:
+        query: int64 [B, Q] absolute positions.
+        key: int64 [B, K] absolute positions.
+        exists: bool [B, K], False for padding.
+        is_tail: bool [B, K].
+        tree: bool [B, Q, K], what the tail's own mask says of tail keys, or None.
+        keep: int64 [B, 1, 1], or None.
+    """
+
+    query: Tensor
+    key: Tensor
+    exists: Tensor
+    is_tail: Tensor
+    tree: Tensor | None
+    keep: Tensor | None
+
+    def mask(self, rule: Visibility) -> Tensor:
+        """bool [B, Q, K]: the rule of `faback.core.segment`, to the letter."""
+        p, t = self.query[:, :, None], self.key[:, None, :]
+        seen = torch.ones_like(p == t)
+        left, right = rule.window
+        if left is not None:
+            seen &= t >= p - left
+        if right is not None:
+            seen &= t <= p + right
+        if rule.chunk is not None:
+            seen &= t // rule.chunk == p // rule.chunk
+        if self.keep is not None:
+            seen |= (t < self.keep) & ~self.is_tail[:, None, :]
+        if rule.causal:
+            seen &= (t <= p) if self.tree is None else (t <= p) | self.is_tail[:, None, :]
+        if self.tree is not None:
+            seen &= self.tree
+        return seen & self.exists[:, None, :]
+
+
+@attrs.frozen(eq=False)
+class Batch:
+    """Items of one number of queries, their keys padded to one number. B items, Q queries, K keys.
+
+    Attributes:
+        tokens: int64 [B, Q] index in q.
+        slots: int64 [B, K] index in k and v; padding repeats a key of the same row.
+        mask: bool [B, Q, K] what sees what, None if everything sees everything or `remake` is there.
+        remake: the mask's inputs, where the mask is too large to keep.
+    """
+
+    tokens: Tensor
+    slots: Tensor
+    mask: Tensor | None
+    remake: MaskInputs | None
+
+    def visible(self, rule: Visibility) -> Tensor | None:
+        """bool [B, Q, K], None if everything sees everything."""
+        return self.mask if self.remake is None else self.remake.mask(rule)
+
+
+class Layout:
+    """A segment's lengths on the host, and the way from items to padded batches."""
+
+    def __init__(self, segment: Segment) -> None:
+        rule, tail = segment.visibility, segment.tail
+        self._segment = segment
+        self._rule = rule
+        self._device = segment.kv_len.device
+        self._kv_len: list[int] = segment.kv_len.tolist()
+        self._offsets: list[int] = segment.cu_seqlens_q.tolist()
+        self._tail_len: list[int] = [0] * segment.rows if tail is None else tail.lens.tolist()
+        self._keep: list[int] = [0] * segment.rows if rule.keep is None else rule.keep.tolist()
+        self._positions: list[int] | None = None if segment.positions is None else segment.positions.tolist()
+
+    def batches(self, heads: int) -> Iterator[Batch]:
+        """Items of similar size together: little padding, and no batch above `BATCH_SCORES`."""
+        group: list[Item] = []
+        for item in sorted(self.items(), key=lambda i: (i.queries, i.keys)):
+            if group:
+                similar = item.queries == group[0].queries and item.keys <= group[0].keys * 5 // 4 + 16
+                if not similar or (len(group) + 1) * item.queries * item.keys * heads > BATCH_SCORES:
+                    yield self._batch(group)
+                    group = []
+            group.append(item)
+        if group:
+            yield self._batch(group)
+
+    def items(self) -> Iterator[Item]:
+        """The work, without queries that see no key."""
+        tail = self._segment.tail
+        block = 1 if tail is not None and tail.per_query else QUERY_BLOCK
+        for row in range(self._segment.rows):
+            start, end = self._offsets[row], self._offsets[row + 1]
+            for token in range(start, end, block):
+                item = self._item(row, token, min(block, end - token))
+                if item.keys:
+                    yield item
+
+    def _item(self, row: int, token: int, queries: int) -> Item:
+        rule, length, tail = self._rule, self._kv_len[row], self._tail_len[row]
+        first = token - self._offsets[row]
+        if self._positions is None:
+            count = self._offsets[row + 1] - self._offsets[row]
+            lowest = length + tail - count + first
+            highest = lowest + queries - 1
+        else:
+            positions = self._positions[token : token + queries]
+            lowest, highest = min(positions), max(positions)
+        reach = min(length, highest + 1) if rule.causal else length
+        low, high = 0, reach
+        left, right = rule.window
+        if left is not None:
+            low = max(low, lowest - left)
+        if right is not None:
+            high = min(high, highest + right + 1)
+        if rule.chunk is not None:
+            low = max(low, lowest // rule.chunk * rule.chunk)
+            high = min(high, (highest // rule.chunk + 1) * rule.chunk)
+        low = max(0, min(low, reach))
+        kept = max(0, min(self._keep[row], low))
+        return Item(row, first, token, queries, kept, low, max(0, high - low), tail)
+
+    def _batch(self, group: list[Item]) -> Batch:
+        def column(name: str) -> Tensor:
+            return torch.tensor([getattr(item, name) for item in group], device=self._device)[:, None]
+
+        row, kept, committed = column("row"), column("kept"), column("committed")
+        steps = torch.arange(group[0].queries, device=self._device)
+        tokens = column("token") + steps
+        index = torch.arange(max(item.keys for item in group), device=self._device)[None]
+        exists = index < kept + committed + column("tail")
+        index = torch.where(exists, index, 0)
+        is_tail = index >= kept + committed
+        within = torch.where(is_tail, index - kept - committed, 0)
+        length = self._segment.kv_len.long()[row]
+        logical = torch.where(index < kept, index, index - kept + column("low"))
+        logical = torch.where(is_tail, length + within, logical)
+        inputs = MaskInputs(
+            query=self._query_positions(row, column("first") + steps, tokens),
+            key=self._key_positions(row, logical, is_tail, within),
+            exists=exists,
+            is_tail=is_tail,
+            tree=self._tree(tokens, is_tail, within),
+            keep=None if self._rule.keep is None else self._rule.keep.long()[row][:, :, None],
+        )
+        slots = self._slots(row, tokens, logical, is_tail, within)
+        if tokens.numel() * exists.shape[1] > CACHED_MASK:
+            return Batch(tokens, slots, None, inputs)
+        mask = inputs.mask(self._rule)
+        return Batch(tokens, slots, None if bool(mask.all()) else mask, None)
+
+    def _query_positions(self, row: Tensor, index: Tensor, tokens: Tensor) -> Tensor:
+        """int64 [B, Q]: explicit ones, or the last tokens of the row."""
+        segment = self._segment
+        if segment.positions is not None:
+            return segment.positions.long()[tokens]
+        offsets = segment.cu_seqlens_q.long()
+        end = segment.kv_len.long()[row]
+        if segment.tail is not None:
+            end = end + segment.tail.lens.long()[row]
+        return end - (offsets[row + 1] - offsets[row]) + index
+
+    def _key_positions(self, row: Tensor, logical: Tensor, is_tail: Tensor, within: Tensor) -> Tensor:
+        """int64 [B, K]: a committed key stands at its index, a tail key where the tail says."""
+        tail = self._segment.tail
+        if tail is None or tail.positions is None:
+            return logical
+        offsets = torch.nn.functional.pad(tail.lens.long().cumsum(0), (1, 0))
+        flat = torch.where(is_tail, offsets[row] + within, 0)
+        return torch.where(is_tail, tail.positions.long()[flat], logical)
+
+    def _tree(self, tokens: Tensor, is_tail: Tensor, within: Tensor) -> Tensor | None:
+        """bool [B, Q, K] from the tail's mask, True for committed keys."""
+        tail = self._segment.tail
+        if tail is None or tail.mask is None:
+            return None
+        columns = within[:, None, :].expand(-1, tokens.shape[1], -1)
+        return tail.mask[tokens].gather(2, columns) | ~is_tail[:, None, :]
+
+    def _slots(self, row: Tensor, tokens: Tensor, logical: Tensor, is_tail: Tensor, within: Tensor) -> Tensor:
+        """int64 [B, K] index of each key in the tensors that the kernel is given."""
+        view, tail = self._segment.kv, self._segment.tail
+        if view is None:
+            return self._segment.cu_seqlens_q.long()[row] + logical
+        request = view.req_pool_indices.long()[row]
+        column = logical if view.start is None else logical + view.start.long()[row]
+        if tail is None or tail.slots is None:
+            slots = view.req_to_token[request, column].long()
+        else:
+            slots = view.req_to_token[request, torch.where(is_tail, 0, column)].long()
+            own = tail.slots.long()[tokens[:, :1] if tail.per_query else row, within]
+            slots = torch.where(is_tail, own, slots)
+        return slots if view.slot_map is None else view.slot_map[slots].long()
