@@ -15,16 +15,16 @@ from faback.core.errors import BatchError, ConfigError
 from faback.core.explain import Explanation
 from faback.core.kernel import KernelRequest
 from faback.core.layer import AttentionLayer, LayerKind
-from faback.core.plan import Plan, Step, prepare_calls
+from faback.core.plan import Arguments, Plan, Step, prepare_calls
 from faback.core.pools import Pools
 from faback.core.registry import Contribution, Registry
 from faback.core.segment import Segment
 from faback.core.select import Selector
-from faback.core.workspace import EagerWorkspace, Workspace
+from faback.core.workspace import DryWorkspace, EagerWorkspace, Workspace
 
 Tensor = torch.Tensor
 
-CALL_FEATURES = frozenset({"softcap", "sinks", "kv_scales"})
+CALL_FEATURES = frozenset({"softcap", "sinks", "kv_scales", "latent"})
 """What a layer asks of every call; window, chunk and direction come from the segment."""
 
 
@@ -64,6 +64,8 @@ class AttentionBackend:
         self._constants: dict[Any, Tensor] = {}
         self._arch = _arch(self.device)
         self._kinds: dict[LayerKind, list[Contribution[Overlay]]] = {}
+        for contribution in self._builders():
+            contribution.guard(contribution.value.bind, self._context)
         for layer in self.layers.values():
             self._admit(layer)
         self.current: Plan | None = None
@@ -89,8 +91,13 @@ class AttentionBackend:
             NoKernelError: with all reasons.
         """
         self.current = None
+        self.current = self.build(batch, self.workspace())
+        self.registry.planned(self.current)
+        return self.current
+
+    def build(self, batch: ForwardBatch, ws: Workspace) -> Plan:
+        """Builds a plan in a given workspace without making it the current one. Raises like `plan`."""
         mode = self._mode(batch)
-        ws = EagerWorkspace(self._ops, self.device, self._constants)
         base = mode.guard(mode.value.build, batch, ws, self._context).check(str(mode))
         steps = {}
         for kind in self._kinds:
@@ -99,10 +106,20 @@ class AttentionBackend:
             route = [self._selector.route(self._request(part, kind, batch.forward_mode)) for part in calls]
             prepared = prepare_calls(calls, route, kind, ws, self._context)
             steps[kind] = Step(segment, prepared, self._ops)
-        plan = Plan(batch, {layer.layer_id: steps[layer.kind] for layer in self.layers.values()})
-        self.registry.planned(plan)
-        self.current = plan
-        return plan
+        return Plan(batch, {layer.layer_id: steps[layer.kind] for layer in self.layers.values()})
+
+    def workspace(self) -> Workspace:
+        """A fresh eager workspace on this backend's device."""
+        return EagerWorkspace(self._ops, self.device, self._constants)
+
+    def release(self, req_pool_indices: Tensor) -> None:
+        """Says that requests have finished, so that plugins forget what they remember of them.
+
+        Args:
+            req_pool_indices: int32 or int64 [n] rows that are free again.
+        """
+        for contribution in self._builders():
+            contribution.guard(contribution.value.release, req_pool_indices)
 
     def forward(
         self,
@@ -113,8 +130,11 @@ class AttentionBackend:
         *,
         out: Tensor | None = None,
         sinks: Tensor | None = None,
+        q_rope: Tensor | None = None,
+        k_rope: Tensor | None = None,
         save_kv_cache: bool = True,
         return_lse: bool = False,
+        plan: Plan | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Writes the layer's new keys and values, then attends.
 
@@ -125,8 +145,11 @@ class AttentionBackend:
             layer: one of the backend's layers.
             out: [tokens, num_q_heads, v_head_dim] to write into, any strides with the last 1.
             sinks: [num_q_heads] logits, for layers described with `sinks=True`.
+            q_rope, k_rope: trailing part of q and k, [tokens, heads, rope_dim], for latent layers whose q and k come
+                in two parts. Such layers take their values from k; v is not read.
             save_kv_cache: False if k and v are in the cache already.
             return_lse: also return the log-sum-exp.
+            plan: a plan of this backend to use instead of the last one, for passes that interleave several.
 
         Returns:
             out [tokens, num_q_heads, v_head_dim] in q's dtype; with `return_lse` also float32 [tokens, num_q_heads],
@@ -135,19 +158,33 @@ class AttentionBackend:
         Raises:
             BatchError: no plan, an unknown layer, or tensors that do not fit the plan.
         """
-        if self.current is None:
+        plan = plan or self.current
+        if plan is None:
             raise BatchError("forward", wanted="a plan", got=None, hint="Call backend.plan(batch) first.")
-        step = self.current.steps.get(layer.layer_id)
+        step = plan.steps.get(layer.layer_id)
         if step is None:
             hint = "Name every layer when the backend is built."
             raise BatchError("layer", wanted=f"one of {sorted(self.layers)}", got=layer.layer_id, hint=hint)
-        q = q.view(q.shape[0], layer.num_q_heads, layer.head_dim) if q.ndim == 2 else q
-        if sinks is None and layer.sinks:
-            raise BatchError(f"sinks of layer {layer.layer_id}", wanted=f"[{layer.num_q_heads}]", got=None)
-        if sinks is not None and not layer.sinks:
-            hint = "Describe the layer with sinks=True, so that a kernel is chosen that has them."
-            raise BatchError(f"sinks of layer {layer.layer_id}", wanted=None, got=tuple(sinks.shape), hint=hint)
-        return step.forward(q, k, v, layer, self.pools.kv, out, sinks, save_kv_cache, return_lse)
+        if (sinks is not None) != layer.sinks:
+            got = None if sinks is None else tuple(sinks.shape)
+            hint = "A layer that brings sinks is described with sinks=True, so that a kernel is chosen that has them."
+            raise BatchError(f"sinks of layer {layer.layer_id}", wanted=f"sinks={layer.sinks}", got=got, hint=hint)
+        q = _fused(q, q_rope, layer.num_q_heads, layer.head_dim)
+        cached = self.pools.kv.buffers(layer) if layer.cached else None
+        k_scale, v_scale = layer.k_scale, layer.v_scale
+        if layer.latent:
+            k = _fused(k, k_rope, 1, layer.head_dim)
+            v = None if k is None else k[..., : layer.v_head_dim]
+        else:
+            k = _by_head(k, layer.num_kv_heads, layer.head_dim)
+            v = _by_head(v, layer.num_kv_heads, layer.v_head_dim)
+        if save_kv_cache and cached is not None and k is not None and v is not None:
+            step.write(k, v, layer, cached)
+        if out is None:
+            out = torch.empty((q.shape[0], layer.num_q_heads, layer.v_head_dim), dtype=q.dtype, device=q.device)
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
+        step.attend(Arguments(q, (k, v), cached, sinks, (k_scale, v_scale)), out, lse)
+        return out if lse is None else (out, lse)
 
     def explain(self, batch: ForwardBatch, layer: AttentionLayer) -> Explanation:
         """Who contributed what to a layer's plan, which kernels were chosen, and why not the others.
@@ -155,7 +192,7 @@ class AttentionBackend:
         Leaves the current plan alone.
         """
         mode = self._mode(batch)
-        ws = EagerWorkspace(self._ops, self.device, self._constants)
+        ws = DryWorkspace(self._ops, self.device, self._constants)
         base = mode.guard(mode.value.build, batch, ws, self._context).check(str(mode))
         segment = self._segment(base, layer.kind, batch, ws)
         calls = mode.guard(mode.value.calls, segment, layer.kind, self._context)
@@ -168,6 +205,9 @@ class AttentionBackend:
             rejections=tuple(r for request in requests for r in self._selector.rejections(request)),
             absent=self._selector.absent,
         )
+
+    def _builders(self) -> list[Contribution[Any]]:
+        return [*self._modes.values(), *self._overlays]
 
     def _mode(self, batch: ForwardBatch) -> Contribution[Mode]:
         mode = self._modes.get(batch.forward_mode)
@@ -210,16 +250,18 @@ class AttentionBackend:
 
     def _admit(self, layer: AttentionLayer) -> None:
         """Checks a layer against its pool and finds the overlays and a kernel for its kind, or raises."""
-        k, v = self.pools.kv.buffers(layer)
-        wanted = (layer.num_kv_heads, layer.head_dim), (layer.num_kv_heads, layer.v_head_dim)
-        if (tuple(k.shape[1:]), tuple(v.shape[1:])) != wanted:
-            got = f"{tuple(k.shape)} and {tuple(v.shape)}"
-            raise ConfigError(f"KV buffers of layer {layer.layer_id}", wanted=f"[slots, heads, dim] {wanted}", got=got)
+        if layer.cached:
+            k, v = self.pools.kv.buffers(layer)
+            wanted = (layer.num_kv_heads, layer.head_dim), (layer.num_kv_heads, layer.v_head_dim)
+            if (tuple(k.shape[1:]), tuple(v.shape[1:])) != wanted:
+                got = f"{tuple(k.shape)} and {tuple(v.shape)}"
+                raise ConfigError(f"KV buffers of layer {layer.layer_id}", wanted=f"heads, dims {wanted}", got=got)
         kind = layer.kind
         if kind in self._kinds:
             return
         self._kinds[kind] = [c for c in self._overlays if c.guard(c.value.applies, kind)]
-        self._selector.route(self._ask("any mode", kind, self.pools.kv.page_size, kind.features()))
+        features = kind.features() | (frozenset() if layer.cached else {"raw_kv"})
+        self._selector.route(self._ask("any mode", kind, self.pools.kv.page_size, features, fresh=not layer.cached))
 
 
 def _unique(layers: Iterable[AttentionLayer]) -> dict[int, AttentionLayer]:
@@ -238,3 +280,16 @@ def _arch(device: torch.device) -> int:
         return 0
     major, minor = torch.cuda.get_device_capability(device)
     return major * 10 + minor
+
+
+def _by_head(tensor: Tensor | None, heads: int, dim: int) -> Tensor | None:
+    """[tokens, heads * dim] -> [tokens, heads, dim]."""
+    return tensor if tensor is None or tensor.ndim == 3 else tensor.view(tensor.shape[0], heads, dim)
+
+
+def _fused(tensor: Tensor | None, rope: Tensor | None, heads: int, dim: int) -> Any:
+    """q or k whole, by head, its trailing part appended where it came apart."""
+    if tensor is None or rope is None:
+        return _by_head(tensor, heads, dim)
+    tokens = tensor.shape[0]
+    return torch.cat([tensor.reshape(tokens, heads, -1), rope.reshape(tokens, heads, -1)], dim=-1)

@@ -28,17 +28,19 @@ class ForwardBatch:
     Attributes:
         forward_mode: key of the mode: "decode", "extend", "mixed", "idle", or one that a plugin brings.
         req_pool_indices: [bs] row of each request in `req_to_token`; row 0 belongs to padding.
-        seq_lens: [bs] tokens of each request, the new ones included (draft modes: the committed ones).
+        seq_lens: [bs] tokens of each request, the new ones included; for drafting and verification the committed
+            ones. Encoder tokens are not counted.
         out_cache_loc: [tokens] slots where new keys and values go.
         positions: [tokens] absolute positions, as the model uses them.
         extend_seq_lens: [bs] new tokens of each request.
         extend_prefix_lens: [bs] tokens that were already cached.
         encoder_lens: [bs] encoder tokens of each request.
         encoder_out_cache_loc: [encoder tokens] slots for the cross-attention cache.
-        draft_step: index of the draft step.
+        draft_step: index of the draft step, from 0.
         custom_mask: flat bool mask of tree verification, per request a [drafts, seq_len + drafts] block.
         verify_lens: [bs] tokens to verify per request, where they differ.
         num_tokens: rows of q, where no per-token tensor tells it.
+        token_stride: tokens from one request to the next where rows are padded to one length; None if packed.
         extras: fields of plugins.
     """
 
@@ -60,6 +62,7 @@ class ForwardBatch:
     verify_lens: Tensor | None = None
     verify_lens_cpu: Tensor | None = None
     num_tokens: int = attrs.field(default=attrs.Factory(lambda self: self._count_tokens(), takes_self=True))
+    token_stride: int | None = None
     extras: Mapping[str, Any] = attrs.field(factory=dict)
 
     @property

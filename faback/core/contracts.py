@@ -52,6 +52,12 @@ class Mode(abc.ABC):
     needs: tuple[str, ...] = ()
     replaces: str | None = None
 
+    def bind(self, ctx: PlanContext) -> None:
+        """Called once when a backend is built: the place to allocate state of one's own."""
+
+    def release(self, req_pool_indices: torch.Tensor) -> None:
+        """These requests have finished: what is remembered of them must be forgotten."""
+
     @abc.abstractmethod
     def build(self, batch: ForwardBatch, ws: Workspace, ctx: PlanContext) -> Segment:
         """The base segment. Allocates and launches through `ws` only, never synchronises with the device."""
@@ -75,6 +81,12 @@ class Overlay(abc.ABC):
     after: tuple[str, ...] = ()
     priority: int = 0
     replaces: str | None = None
+
+    def bind(self, ctx: PlanContext) -> None:
+        """Called once when a backend is built: the place to allocate state of one's own."""
+
+    def release(self, req_pool_indices: torch.Tensor) -> None:
+        """These requests have finished: what is remembered of them must be forgotten."""
 
     @abc.abstractmethod
     def applies(self, layer: LayerKind) -> bool:

@@ -38,7 +38,10 @@ class LayerKind:
         cross: keys are the encoder's, values of the decoder's tokens are not written.
         sinks: `forward` brings one logit per query head that enters the denominator only.
         kv_scales: the layer has `k_scale` or `v_scale`; set from them.
-        kv_group: which part of the KV pool holds the layer's cache, as the pool names it.
+        latent: multi-head latent attention, absorbed: values are the leading `v_head_dim` of the keys, and are stored
+            once.
+        kv_group: which part of the KV pool holds the layer's cache, as the pool names it; "none" for layers whose keys
+            and values come with each call and are not kept.
     """
 
     num_q_heads: int = attrs.field(validator=_positive)
@@ -55,6 +58,7 @@ class LayerKind:
     cross: bool = False
     sinks: bool = False
     kv_scales: bool = False
+    latent: bool = False
     kv_group: str = "full"
 
     def __attrs_post_init__(self) -> None:
@@ -67,6 +71,15 @@ class LayerKind:
             )
         if self.softcap < 0:
             raise ConfigError("layer.softcap", wanted="0 (off) or a positive cap", got=self.softcap)
+
+        if self.latent and (self.num_kv_heads != 1 or self.v_head_dim > self.head_dim):
+            wanted = "num_kv_heads=1 and v_head_dim <= head_dim"
+            raise ConfigError("layer.latent", wanted=wanted, got=f"{self.num_kv_heads} heads, {self.v_head_dim}")
+
+    @property
+    def cached(self) -> bool:
+        """Whether the layer has a cache."""
+        return self.kv_group != "none"
 
     @property
     def group_size(self) -> int:
@@ -82,6 +95,7 @@ class LayerKind:
             "window": self.window is not None and not self.cross,
             "chunk": self.chunk is not None and not self.cross,
             "non_causal": self.cross or not self.causal,
+            "latent": self.latent,
         }
         return frozenset(name for name, present in found.items() if present)
 

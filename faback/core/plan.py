@@ -13,7 +13,6 @@ from faback.core.contracts import PlanContext
 from faback.core.errors import BatchError
 from faback.core.kernel import KernelProvider
 from faback.core.layer import AttentionLayer, LayerKind
-from faback.core.pools import KVPool
 from faback.core.segment import Segment
 from faback.core.select import Route
 from faback.core.workspace import DeviceOps, Workspace
@@ -28,14 +27,14 @@ class Arguments:
     Attributes:
         q: [tokens, num_q_heads, head_dim].
         fresh: k and v of the batch, as given to `forward`.
-        cached: k and v storage of the layer.
+        cached: k and v storage of the layer, None for a layer without a cache.
         sinks: [num_q_heads] or None.
         scales: k and v scale, or None each.
     """
 
     q: Tensor
     fresh: tuple[Tensor | None, Tensor | None]
-    cached: tuple[Tensor, Tensor]
+    cached: tuple[Tensor, Tensor] | None
     sinks: Tensor | None
     scales: tuple[float | Tensor | None, float | Tensor | None]
 
@@ -56,9 +55,10 @@ class Call:
 
     def run(self, args: Arguments, out: Tensor, lse: Tensor | None) -> None:
         """Attends into out [tokens, num_q_heads, v_head_dim] and lse [tokens, num_q_heads]."""
-        k, v = args.fresh if self.fresh else args.cached
+        k, v = args.fresh if self.fresh or args.cached is None else args.cached
         k_scale, v_scale = (None, None) if self.fresh else args.scales
-        assert k is not None and v is not None
+        if k is None or v is None:
+            raise BatchError("k and v", wanted="the batch's keys and values, which this layer attends to", got=None)
         self.kernel.run(self.prepared, args.q, k, v, out, lse=lse, sinks=args.sinks, k_scale=k_scale, v_scale=v_scale)
 
 
@@ -93,34 +93,28 @@ class Step:
     call: Call | Merged
     ops: DeviceOps
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: AttentionLayer,
-        pool: KVPool,
-        out: Tensor | None,
-        sinks: Tensor | None,
-        save_kv_cache: bool,
-        return_lse: bool,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """See `AttentionBackend.forward`."""
-        tokens = q.shape[0]
-        if out is None:
-            out = torch.empty((tokens, layer.num_q_heads, layer.v_head_dim), dtype=q.dtype, device=q.device)
-        lse = torch.empty((tokens, layer.num_q_heads), dtype=torch.float32, device=q.device) if return_lse else None
-        k = _by_head(k, layer.num_kv_heads, layer.head_dim)
-        v = _by_head(v, layer.num_kv_heads, layer.v_head_dim)
-        cached = pool.buffers(layer)
-        write = self.segment.write
-        if save_kv_cache and write.slots is not None and k is not None and v is not None:
-            if k.shape[0] != write.slots.shape[0]:
-                what = f"k of layer {layer.layer_id}"
-                raise BatchError(what, wanted=f"{write.slots.shape[0]} tokens, one per write slot", got=k.shape[0])
-            self.ops.set_kv(k, v, *cached, write, layer.k_scale, layer.v_scale)
-        self.call.run(Arguments(q, (k, v), cached, sinks, (layer.k_scale, layer.v_scale)), out, lse)
-        return out if lse is None else (out, lse)
+    def write(self, k: Tensor, v: Tensor, layer: AttentionLayer, cached: tuple[Tensor, Tensor]) -> None:
+        """Stores new k [tokens, heads, head_dim] and v [tokens, heads, v_head_dim] where the plan says."""
+        write, exchange = self.segment.write, self.segment.exchange
+        if write.slots is None:
+            return
+        if exchange is not None:
+            k, v = exchange.spread(k), exchange.spread(v)
+        if k.shape[0] != write.slots.shape[0]:
+            what = f"k of layer {layer.layer_id}"
+            raise BatchError(what, wanted=f"{write.slots.shape[0]} tokens, one per write slot", got=k.shape[0])
+        self.ops.set_kv(k, v, *cached, write, layer.k_scale, layer.v_scale)
+
+    def attend(self, args: Arguments, out: Tensor, lse: Tensor | None) -> None:
+        """Attends into out [tokens, num_q_heads, v_head_dim] and lse [tokens, num_q_heads]."""
+        exchange = self.segment.exchange
+        if exchange is None:
+            self.call.run(args, out, lse)
+            return
+        if lse is None and exchange.needs_lse:
+            lse = torch.empty(out.shape[:2], dtype=torch.float32, device=out.device)
+        self.call.run(args, out, lse)
+        exchange.collect(out, lse)
 
 
 @attrs.frozen(eq=False)
@@ -157,7 +151,3 @@ def _prepare(segment: Segment, route: Route, layer: LayerKind, ws: Workspace, ct
     segments = route.lowering.lower(segment, ws, ctx)
     calls = [_prepare(s, r, layer, ws, ctx) for s, r in zip(segments, route.parts, strict=True)]
     return Merged(tuple(calls), ws.ops) if route.lowering.merges else calls[0]
-
-
-def _by_head(tensor: Tensor | None, heads: int, dim: int) -> Tensor | None:
-    return tensor if tensor is None or tensor.ndim == 3 else tensor.view(tensor.shape[0], heads, dim)

@@ -10,15 +10,17 @@ token t at position t. The query sees token t when all of these hold:
     window   p - left <= t <= p + right                (each bound only if given)
     chunk    t // chunk == p // chunk                  (if given)
 
-and, whatever window and chunk say, also every t < keep[b] that causality allows. Without explicit `positions` the
-queries of a row are its last tokens: p = kv_len[b] + tail_len[b] - q_len[b] + j. A `Tail` adds keys behind the
-committed ones; its token c stands at `tail.positions` (default kv_len[b] + c) and obeys window and chunk by that
-position, and its mask, where it has one, in place of causality.
+and, whatever window and chunk say, also every committed t < keep[b] that causality allows. Without explicit
+`positions` the queries of a row are its last tokens: p = kv_len[b] + tail_len[b] - q_len[b] + j. A `Tail` adds keys
+behind the committed ones; its token c stands at `tail.positions` (default kv_len[b] + c) and obeys window and chunk by
+that position, and its mask, where it has one, in place of causality.
 
 A query that sees nothing yields 0 and log-sum-exp -inf.
 """
 
 from __future__ import annotations
+
+from typing import Protocol
 
 import attrs
 import torch
@@ -32,15 +34,19 @@ FEATURES = {
     "non_causal": "queries see keys in both directions",
     "window": "a limit on the distance to the left",
     "window_right": "a limit on the distance to the right",
+    "row_window": "a window of its own for each row",
     "chunk": "local attention in fixed chunks",
     "keep": "a prefix that stays visible beyond window and chunk",
     "tail": "extra key slots after the committed ones",
     "tree": "a mask over the tail",
     "positions": "explicit query positions",
+    "q_len": "rows whose last queries are padding",
+    "sharded": "keys that are every n-th token of the request",
     "start": "keys that begin at an offset in the request's row",
     "slot_map": "slots translated to another pool",
     "raw_kv": "keys and values of the batch itself, no cache",
     "dense_table": "keys addressed by a table of its own instead of the request rows",
+    "latent": "values that are the leading part of the keys",
     "softcap": "tanh cap on the scores",
     "sinks": "a logit per head in the denominator",
     "lse": "log-sum-exp returned beside the output",
@@ -60,12 +66,15 @@ class Visibility:
         window: inclusive distances (left, right); None is unbounded.
         chunk: chunk length of local attention.
         keep: int32 or int64 [rows], tokens below it stay visible whatever window and chunk say.
+        row_window: int32 or int64 [rows], left distances that take the place of `window[0]`, which then is only
+            their upper bound.
     """
 
     causal: bool = True
     window: tuple[int | None, int | None] = (None, None)
     chunk: int | None = None
     keep: Tensor | None = None
+    row_window: Tensor | None = None
 
     def features(self) -> frozenset[str]:
         """The `FEATURES` that this rule needs of a kernel."""
@@ -75,6 +84,7 @@ class Visibility:
             "window_right": self.window[1] is not None,
             "chunk": self.chunk is not None,
             "keep": self.keep is not None,
+            "row_window": self.row_window is not None,
         }
         return frozenset(name for name, present in found.items() if present)
 
@@ -84,7 +94,9 @@ class KVView:
     """Where the keys of each row live, as a recipe and not as a table.
 
     Token t of row b is slot `req_to_token[req_pool_indices[b], start[b] + t]`, sent through `slot_map` if there is
-    one. Kernels read this directly; `materialize` of a lowering writes the page table that others want.
+    one. Kernels read this directly; a lowering writes the dense page table that others want. Request row 0 belongs to
+    padding: a kernel row that points there has no keys, whatever its length says (tables made by a lowering, `dense`,
+    have no such row).
 
     Attributes:
         req_to_token: int32 or int64 [request rows, tokens], slots.
@@ -93,6 +105,8 @@ class KVView:
         start: int32 or int64 [rows] first token, 0 if None.
         slot_map: int32 or int64 [slots], translation to the pool that the layer uses.
         dense: True where `req_to_token` was made for one segment (row b belongs to kernel row b).
+        shard: (index, count) where the row holds every count-th token of the request: its token t then stands at
+            position t * count + index.
     """
 
     req_to_token: Tensor
@@ -101,6 +115,7 @@ class KVView:
     start: Tensor | None = None
     slot_map: Tensor | None = None
     dense: bool = False
+    shard: tuple[int, int] | None = None
 
 
 @attrs.frozen(eq=False)
@@ -114,7 +129,8 @@ class Tail:
             the row's KVView at token kv_len.
         per_query: each query has a tail of its own and sees all of it (draft branches).
         mask: bool [tokens, size]: query sees tail token; None is causal within the tail.
-        positions: int32 [tokens of the tail, flat by row] absolute positions; None is kv_len + c.
+        positions: int32 [tokens] absolute positions, tail token c of row b at cu_seqlens_q[b] + c (the tail's tokens
+            are the row's queries); None is kv_len + c.
     """
 
     size: int
@@ -138,6 +154,23 @@ class KVWrite:
     slot_map: Tensor | None = None
 
 
+class Exchange(Protocol):
+    """What ranks that share a batch tell each other, once per layer."""
+
+    @property
+    def needs_lse(self) -> bool:
+        """Whether `collect` wants the log-sum-exp."""
+        ...
+
+    def spread(self, tensor: Tensor) -> Tensor:
+        """New keys, or values, of this rank [tokens, heads, dim] -> those that `KVWrite` describes."""
+        ...
+
+    def collect(self, out: Tensor, lse: Tensor | None) -> None:
+        """Makes this rank's out [tokens, heads, dim] and lse [tokens, heads] whole, in place."""
+        ...
+
+
 @attrs.frozen(eq=False)
 class Segment:
     """One attention problem: rows of queries against rows of keys under one rule.
@@ -148,11 +181,14 @@ class Segment:
         max_seqlen_q: upper bound of a row's queries, on the host.
         kv_len: int32 or int64 [rows], committed keys of each row.
         max_kv_len: upper bound of `kv_len`, on the host.
-        kv: where the keys live; None for the keys of the batch itself, laid out like the queries.
+        kv: where the keys live; None for keys that come with the call.
+        cu_seqlens_k: int32 [rows + 1], where each row's keys lie in k where `kv` is None; None for `cu_seqlens_q`.
+        q_len: int32 or int64 [rows], live queries at the head of each row's span; None for all of it.
         visibility: the rule.
         tail: extra keys, or None.
         positions: int32 [tokens] absolute query positions; None for the last tokens of the row.
         write: where the new keys and values go before anything is read.
+        exchange: what is exchanged with other ranks before and after, or None.
     """
 
     rows: int
@@ -165,6 +201,9 @@ class Segment:
     tail: Tail | None = None
     positions: Tensor | None = None
     write: KVWrite = KVWrite()
+    cu_seqlens_k: Tensor | None = None
+    q_len: Tensor | None = None
+    exchange: Exchange | None = None
 
     def features(self) -> frozenset[str]:
         """The `FEATURES` that this segment needs of a kernel."""
@@ -174,6 +213,8 @@ class Segment:
             "tree": self.tail is not None and self.tail.mask is not None,
             "positions": self.positions is not None,
             "raw_kv": view is None,
+            "q_len": self.q_len is not None,
+            "sharded": view is not None and view.shard is not None,
             "start": view is not None and view.start is not None,
             "slot_map": view is not None and view.slot_map is not None,
             "dense_table": view is not None and view.dense,
@@ -197,6 +238,9 @@ class Segment:
             ("kv.req_pool_indices", None if view is None else view.req_pool_indices, self.rows, INDEX_DTYPES),
             ("kv.start", None if view is None else view.start, self.rows, INDEX_DTYPES),
             ("visibility.keep", keep, self.rows, INDEX_DTYPES),
+            ("visibility.row_window", self.visibility.row_window, self.rows, INDEX_DTYPES),
+            ("cu_seqlens_k", self.cu_seqlens_k, self.rows + 1, (torch.int32,)),
+            ("q_len", self.q_len, self.rows, INDEX_DTYPES),
         ]
         return [
             (name, f"{' or '.join(map(str, dtypes))} [{length}]", f"{tensor.dtype} {list(tensor.shape)}")

@@ -31,6 +31,34 @@ class DeviceOps(Protocol):
         """out [n + 1] = running sum of lens [n], from 0."""
         ...
 
+    def step_lens(self, out: Tensor, source: Tensor | None, *, active: Tensor) -> None:
+        """out [steps, n]: out[s, b] = source[b] + s + 1 (source None: 0), and 0 where `active` [b] is 0."""
+        ...
+
+    def row_lens(self, out: Tensor, *, value: int, active: Tensor) -> None:
+        """out[b] = value, and 0 where `active` [b] is 0."""
+        ...
+
+    def tree_mask(self, out: Tensor, custom_mask: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor) -> None:
+        """out bool [tokens, size]: the last columns of each request's block of a flat tree mask.
+
+        Request b's block is [n, seq_lens[b] + n] with n = cu_seqlens_q[b + 1] - cu_seqlens_q[b]; blocks follow one
+        another. Columns from n on are False. Nothing outside custom_mask is read, whatever the lengths say.
+        """
+        ...
+
+    def tree_positions(self, out: Tensor, mask: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor) -> None:
+        """out [tokens] = seq_lens of the token's request + number of tokens that it sees besides itself."""
+        ...
+
+    def branch_positions(self, out: Tensor, source: Tensor, *, each: int) -> None:
+        """out [steps, n * each]: out[s, b * each + i] = source[b] + s."""
+        ...
+
+    def sum(self, out: Tensor, source: Tensor, lens: Tensor) -> None:
+        """out[b] = source[b] + lens[b], and 0 where lens[b] is 0."""
+        ...
+
     def set_kv(
         self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, write: KVWrite, k_scale: Any, v_scale: Any
     ) -> None:
@@ -100,9 +128,36 @@ class Workspace(abc.ABC):
             return source
         return self.fill(name, tuple(source.shape), self.ops.lens, source, add=add, active=active)
 
+    def step_lens(self, name: str, source: Tensor | None, *, steps: int, active: Tensor) -> Tensor:
+        """int32 [steps, n]: lengths [n], or 0, plus 1, 2 ... steps, in one fill; padded rows as in `lens`."""
+        return self.fill(name, (steps, active.shape[0]), self.ops.step_lens, source, active=active)
+
+    def branch_positions(self, name: str, source: Tensor, *, steps: int, each: int) -> Tensor:
+        """int32 [steps, n * each]: lengths [n] plus 0, 1 ... steps - 1, each entry `each` times in a row."""
+        return self.fill(name, (steps, source.shape[0] * each), self.ops.branch_positions, source, each=each)
+
+    def sum(self, name: str, source: Tensor, lens: Tensor) -> Tensor:
+        """int32 [n]: source + lens where lens is not 0, else 0."""
+        return self.fill(name, tuple(source.shape), self.ops.sum, source, lens)
+
+    def row_lens(self, name: str, value: int, *, active: Tensor) -> Tensor:
+        """int32 [n]: one length for every row that is not padding."""
+        return self.fill(name, (active.shape[0],), self.ops.row_lens, value=value, active=active)
+
     def offsets(self, name: str, lens: Tensor) -> Tensor:
         """int32 [n + 1] running sum of lengths [n]."""
         return self.fill(name, (lens.shape[0] + 1,), self.ops.offsets, lens)
+
+    def update(self, op: Callable[..., None], state: Tensor, *inputs: Tensor | None, **params: Any) -> None:
+        """Changes a plugin's own state on the device: `op(state, *inputs, **params)`, once per plan.
+
+        What a mode remembers between forward passes must change here and nowhere else, so that a dry run leaves it
+        alone and a recorded one repeats it.
+        """
+        key = (op, id(state), tuple(id(t) for t in inputs))
+        if key not in self._filled:
+            self._filled[key] = state
+            op(state, *inputs, **params)
 
     def uniform_offsets(self, rows: int, step: int = 1) -> Tensor:
         """int32 [rows + 1]: 0, step, 2 * step ...; kept for the life of the backend, so it costs nothing twice."""
@@ -119,3 +174,10 @@ class EagerWorkspace(Workspace):
 
     def buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
+
+
+class DryWorkspace(EagerWorkspace):
+    """For explanations: fills, but leaves the state of plugins alone."""
+
+    def update(self, op: Callable[..., None], state: Tensor, *inputs: Tensor | None, **params: Any) -> None:
+        return

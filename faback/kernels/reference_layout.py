@@ -64,6 +64,7 @@ class MaskInputs:
         is_tail: bool [B, K].
         tree: bool [B, Q, K], what the tail's own mask says of tail keys, or None.
         keep: int64 [B, 1, 1], or None.
+        window: int64 [B, 1, 1] left distances that replace the rule's, or None.
     """
 
     query: Tensor
@@ -72,12 +73,13 @@ class MaskInputs:
     is_tail: Tensor
     tree: Tensor | None
     keep: Tensor | None
+    window: Tensor | None
 
     def mask(self, rule: Visibility) -> Tensor:
         """bool [B, Q, K]: the rule of `faback.core.segment`, to the letter."""
         p, t = self.query[:, :, None], self.key[:, None, :]
         seen = torch.ones_like(p == t)
-        left, right = rule.window
+        left, right = rule.window[0] if self.window is None else self.window, rule.window[1]
         if left is not None:
             seen &= t >= p - left
         if right is not None:
@@ -122,10 +124,15 @@ class Layout:
         self._segment = segment
         self._rule = rule
         self._device = segment.kv_len.device
-        self._kv_len: list[int] = segment.kv_len.tolist()
+        self._kv_len: list[int] = _live(segment).tolist()
         self._offsets: list[int] = segment.cu_seqlens_q.tolist()
+        self._q_len: list[int] = _q_len(segment).tolist()
+        self._window: list[int | None] = [rule.window[0]] * segment.rows
+        if rule.row_window is not None:
+            self._window = rule.row_window.tolist()
         self._tail_len: list[int] = [0] * segment.rows if tail is None else tail.lens.tolist()
         self._keep: list[int] = [0] * segment.rows if rule.keep is None else rule.keep.tolist()
+        self._shard = (0, 1) if segment.kv is None or segment.kv.shard is None else segment.kv.shard
         self._positions: list[int] | None = None if segment.positions is None else segment.positions.tolist()
 
     def batches(self, heads: int) -> Iterator[Batch]:
@@ -146,7 +153,8 @@ class Layout:
         tail = self._segment.tail
         block = 1 if tail is not None and tail.per_query else QUERY_BLOCK
         for row in range(self._segment.rows):
-            start, end = self._offsets[row], self._offsets[row + 1]
+            start = self._offsets[row]
+            end = start + self._q_len[row]
             for token in range(start, end, block):
                 item = self._item(row, token, min(block, end - token))
                 if item.keys:
@@ -156,25 +164,30 @@ class Layout:
         rule, length, tail = self._rule, self._kv_len[row], self._tail_len[row]
         first = token - self._offsets[row]
         if self._positions is None:
-            count = self._offsets[row + 1] - self._offsets[row]
-            lowest = length + tail - count + first
+            lowest = length + tail - self._q_len[row] + first
             highest = lowest + queries - 1
         else:
             positions = self._positions[token : token + queries]
             lowest, highest = min(positions), max(positions)
-        reach = min(length, highest + 1) if rule.causal else length
-        low, high = 0, reach
-        left, right = rule.window
+        low, high = 0, highest + 1 if rule.causal else None
+        left, right = self._window[row], rule.window[1]
         if left is not None:
             low = max(low, lowest - left)
         if right is not None:
-            high = min(high, highest + right + 1)
+            high = highest + right + 1 if high is None else min(high, highest + right + 1)
         if rule.chunk is not None:
             low = max(low, lowest // rule.chunk * rule.chunk)
-            high = min(high, (highest // rule.chunk + 1) * rule.chunk)
-        low = max(0, min(low, reach))
-        kept = max(0, min(self._keep[row], low))
+            border = (highest // rule.chunk + 1) * rule.chunk
+            high = border if high is None else min(high, border)
+        low = min(self._index(low), length)
+        high = length if high is None else min(self._index(high), length)
+        kept = min(self._index(self._keep[row]), low, length if not rule.causal else self._index(highest + 1))
         return Item(row, first, token, queries, kept, low, max(0, high - low), tail)
+
+    def _index(self, position: int) -> int:
+        """Number of the row's keys before a position."""
+        index, count = self._shard
+        return max(0, -(-(position - index) // count))
 
     def _batch(self, group: list[Item]) -> Batch:
         def column(name: str) -> Tensor:
@@ -198,6 +211,7 @@ class Layout:
             is_tail=is_tail,
             tree=self._tree(tokens, is_tail, within),
             keep=None if self._rule.keep is None else self._rule.keep.long()[row][:, :, None],
+            window=None if self._rule.row_window is None else self._rule.row_window.long()[row][:, :, None],
         )
         slots = self._slots(row, tokens, logical, is_tail, within)
         if tokens.numel() * exists.shape[1] > CACHED_MASK:
@@ -210,20 +224,19 @@ class Layout:
         segment = self._segment
         if segment.positions is not None:
             return segment.positions.long()[tokens]
-        offsets = segment.cu_seqlens_q.long()
         end = segment.kv_len.long()[row]
         if segment.tail is not None:
             end = end + segment.tail.lens.long()[row]
-        return end - (offsets[row + 1] - offsets[row]) + index
+        return end - _q_len(segment)[row] + index
 
     def _key_positions(self, row: Tensor, logical: Tensor, is_tail: Tensor, within: Tensor) -> Tensor:
         """int64 [B, K]: a committed key stands at its index, a tail key where the tail says."""
-        tail = self._segment.tail
+        tail, (index, count) = self._segment.tail, self._shard
+        committed = logical * count + index
         if tail is None or tail.positions is None:
-            return logical
-        offsets = torch.nn.functional.pad(tail.lens.long().cumsum(0), (1, 0))
-        flat = torch.where(is_tail, offsets[row] + within, 0)
-        return torch.where(is_tail, tail.positions.long()[flat], logical)
+            return torch.where(is_tail, logical, committed)
+        flat = torch.where(is_tail, self._segment.cu_seqlens_q.long()[row] + within, 0)
+        return torch.where(is_tail, tail.positions.long()[flat], committed)
 
     def _tree(self, tokens: Tensor, is_tail: Tensor, within: Tensor) -> Tensor | None:
         """bool [B, Q, K] from the tail's mask, True for committed keys."""
@@ -237,7 +250,8 @@ class Layout:
         """int64 [B, K] index of each key in the tensors that the kernel is given."""
         view, tail = self._segment.kv, self._segment.tail
         if view is None:
-            return self._segment.cu_seqlens_q.long()[row] + logical
+            offsets = self._segment.cu_seqlens_q if self._segment.cu_seqlens_k is None else self._segment.cu_seqlens_k
+            return offsets.long()[row] + logical
         request = view.req_pool_indices.long()[row]
         column = logical if view.start is None else logical + view.start.long()[row]
         if tail is None or tail.slots is None:
@@ -247,3 +261,15 @@ class Layout:
             own = tail.slots.long()[tokens[:, :1] if tail.per_query else row, within]
             slots = torch.where(is_tail, own, slots)
         return slots if view.slot_map is None else view.slot_map[slots].long()
+
+
+def _q_len(segment: Segment) -> Tensor:
+    """int64 [rows] live queries."""
+    return segment.cu_seqlens_q.long().diff() if segment.q_len is None else segment.q_len.long()
+
+
+def _live(segment: Segment) -> Tensor:
+    """[rows] committed keys, none in rows of padding."""
+    if segment.kv is None or segment.kv.dense:
+        return segment.kv_len
+    return segment.kv_len * (segment.kv.req_pool_indices != 0)
