@@ -272,7 +272,7 @@ class PageAllocator:
         if last.device.type != "cpu" and not self.checks:
             return last
         host = last.to("cpu", torch.int64)
-        inside = (host >= self.page_size) & (host < self.num_slots)
+        inside = (host >= 0) & (host < self.num_slots)  # page 0 is never in use
         pages = torch.where(inside, host // self.page_size, 0)
         fits = inside & (host % self.page_size == (lens - 1) % self.page_size) & self._growable(pages)
         if bool((needed & ~fits).any()):

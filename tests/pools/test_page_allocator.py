@@ -145,6 +145,8 @@ def test_free_of_any_slot_frees_its_page_once() -> None:
     assert (pool.used_pages, pool.available_pages) == (1, 6)
     with pytest.raises(PoolError, match="double free"):
         pool.free(slots[[1]])
+    with pytest.raises(PoolError, match=r"slots 4 to 31 \(page 0 is reserved for padding\), got 3"):
+        pool.free([3])
     pool.free(slots[8:].view(1, 1))
     assert pool.used_tokens == 0
     pool.check()
