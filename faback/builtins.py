@@ -14,6 +14,12 @@ BUILTINS: tuple[str, ...] = (
     "faback.modes.prefill_aware_swa",
     "faback.modes.sliding_window",
     "faback.modes.target_verify",
+    "faback.core.lowering.cascade",
+    "faback.core.lowering.compact",
+    "faback.core.lowering.dense_table",
+    "faback.core.lowering.query_rows",
+    "faback.core.lowering.sink_merge",
+    "faback.core.lowering.virtual_batches",
     "faback.kernels.torch_ops",
     "faback.kernels.reference",
 )

@@ -120,7 +120,7 @@ class Lowering(abc.ABC):
 
     @abc.abstractmethod
     def becomes(self, request: KernelRequest) -> tuple[KernelRequest, ...]:
-        """What the parts will ask of a kernel, one request per part."""
+        """What the parts will ask of a kernel, one request per part; empty if this segment cannot be rewritten so."""
 
     @abc.abstractmethod
     def lower(self, segment: Segment, ws: Workspace, ctx: PlanContext) -> tuple[Segment, ...]:

@@ -46,9 +46,8 @@ class KernelRequest:
         dims = f"{self.num_q_heads}/{self.num_kv_heads} heads, dims {self.head_dim}/{self.v_head_dim}"
         dtypes = f"{self.q_dtype} on {self.kv_dtype}".replace("torch.", "")
         wants = ", ".join(sorted(self.features)) or "plain causal"
-        return f"{self.forward_mode} ({wants}; {dims}, {dtypes}, page {self.page_size}, {self.device} {self.arch or ''})".replace(
-            " )", ")"
-        )
+        place = self.device if self.arch == 0 else f"{self.device} sm_{self.arch}"
+        return f"{self.forward_mode} ({wants}; {dims}, {dtypes}, page {self.page_size}, {place})"
 
 
 @attrs.frozen

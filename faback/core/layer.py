@@ -10,12 +10,12 @@ import torch
 from faback.core.errors import ConfigError
 
 
-def _positive(instance: object, attribute: attrs.Attribute[Any], value: int) -> None:
+def _positive(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
         raise ConfigError(f"layer.{attribute.name}", wanted="a positive integer", got=repr(value))
 
 
-def _distance(instance: object, attribute: attrs.Attribute[Any], value: int | None) -> None:
+def _distance(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
     if value is not None and (not isinstance(value, int) or value < 0):
         hint = "None means no limit; a window counts the keys to the left of the query, itself not included."
         raise ConfigError(f"layer.{attribute.name}", wanted="None or an integer >= 0", got=repr(value), hint=hint)
@@ -67,7 +67,7 @@ class LayerKind:
                 "layer.num_q_heads",
                 wanted=f"a multiple of num_kv_heads={self.num_kv_heads}",
                 got=self.num_q_heads,
-                hint="Give the head counts of this tensor-parallel rank, KV heads replicated where ranks outnumber them.",
+                hint="Give the head counts of this rank, KV heads replicated where ranks outnumber them.",
             )
         if self.softcap < 0:
             raise ConfigError("layer.softcap", wanted="0 (off) or a positive cap", got=self.softcap)

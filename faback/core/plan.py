@@ -139,15 +139,19 @@ def prepare_calls(
         segments: the parts that a mode wants attended separately, usually one.
         routes: how each is served.
     """
-    calls = tuple(_prepare(segment, route, layer, ws, ctx) for segment, route in zip(segments, routes, strict=True))
+    calls = tuple(
+        _prepare(segment, route, layer, segment.kv is None, ws, ctx)
+        for segment, route in zip(segments, routes, strict=True)
+    )
     return calls[0] if len(calls) == 1 else Merged(calls, ws.ops)
 
 
-def _prepare(segment: Segment, route: Route, layer: LayerKind, ws: Workspace, ctx: PlanContext) -> Call | Merged:
+def _prepare(
+    segment: Segment, route: Route, layer: LayerKind, fresh: bool, ws: Workspace, ctx: PlanContext
+) -> Call | Merged:
     if route.kernel is not None:
-        prepared = route.kernel.prepare(segment, layer, route.request, ws)
-        return Call(route.kernel, prepared, segment.kv is None)
+        return Call(route.kernel, route.kernel.prepare(segment, layer, route.request, ws), fresh)
     assert route.lowering is not None
     segments = route.lowering.lower(segment, ws, ctx)
-    calls = [_prepare(s, r, layer, ws, ctx) for s, r in zip(segments, route.parts, strict=True)]
+    calls = [_prepare(s, r, layer, fresh, ws, ctx) for s, r in zip(segments, route.parts, strict=True)]
     return Merged(tuple(calls), ws.ops) if route.lowering.merges else calls[0]

@@ -39,6 +39,7 @@ FEATURES = {
     "keep": "a prefix that stays visible beyond window and chunk",
     "tail": "extra key slots after the committed ones",
     "tree": "a mask over the tail",
+    "tail_only": "nothing but the tail, the committed keys being another part's",
     "positions": "explicit query positions",
     "q_len": "rows whose last queries are padding",
     "sharded": "keys that are every n-th token of the request",
@@ -177,6 +178,7 @@ class Segment:
 
     Attributes:
         rows: number of rows (sequences as the kernel sees them), on the host.
+        tokens: number of query tokens, padding past the last row included, on the host.
         cu_seqlens_q: int32 [rows + 1], where each row's queries lie in q.
         max_seqlen_q: upper bound of a row's queries, on the host.
         kv_len: int32 or int64 [rows], committed keys of each row.
@@ -188,10 +190,13 @@ class Segment:
         tail: extra keys, or None.
         positions: int32 [tokens] absolute query positions; None for the last tokens of the row.
         write: where the new keys and values go before anything is read.
+        committed: False where the committed keys are left to another part and only the tail is seen; `kv_len` then
+            still says where the tail begins.
         exchange: what is exchanged with other ranks before and after, or None.
     """
 
     rows: int
+    tokens: int
     cu_seqlens_q: Tensor
     max_seqlen_q: int
     kv_len: Tensor
@@ -203,6 +208,7 @@ class Segment:
     write: KVWrite = KVWrite()
     cu_seqlens_k: Tensor | None = None
     q_len: Tensor | None = None
+    committed: bool = True
     exchange: Exchange | None = None
 
     def features(self) -> frozenset[str]:
@@ -211,6 +217,7 @@ class Segment:
         found = {
             "tail": self.tail is not None,
             "tree": self.tail is not None and self.tail.mask is not None,
+            "tail_only": not self.committed,
             "positions": self.positions is not None,
             "raw_kv": view is None,
             "q_len": self.q_len is not None,

@@ -119,9 +119,10 @@ class Selector:
             for lowering in self._lowerings:
                 if not lowering.removes & lacking:
                     continue
-                parts = [self._solve(part, candidates, depth - 1) for part in lowering.becomes(request)]
+                asked = lowering.becomes(request)
+                parts = [self._solve(part, candidates, depth - 1) for part in asked]
                 solved = tuple(part for part in parts if part is not None)
-                if len(solved) == len(parts):
+                if asked and len(solved) == len(asked):
                     return Route(request, lowering=lowering, parts=solved)
         return None
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from faback.core.segment import KVWrite
+from faback.core.segment import KVView, KVWrite, Segment
 
 Tensor = torch.Tensor
 
@@ -57,6 +57,34 @@ class DeviceOps(Protocol):
 
     def sum(self, out: Tensor, source: Tensor, lens: Tensor) -> None:
         """out[b] = source[b] + lens[b], and 0 where lens[b] is 0."""
+        ...
+
+    def page_table(self, out: Tensor, view: KVView, lens: Tensor) -> None:
+        """out [rows, pages]: page ids of a view's rows, translated, 0 past each length."""
+        ...
+
+    def slot_table(self, out: Tensor, segment: Segment) -> None:
+        """out [rows, width]: slots of each row's keys, and of a tail that continues the view; 0 past the end."""
+        ...
+
+    def virtual_batches(self, out: Tensor, segment: Segment) -> None:
+        """out [4, n + 1]: the segment's rows cut at chunk borders.
+
+        out[0] = cu_seqlens_q; of each piece out[1] = kv_len, out[2] = start, out[3] = req_pool_indices. Pieces beyond
+        the last have no query.
+        """
+        ...
+
+    def query_rows(self, out: Tensor, segment: Segment) -> None:
+        """out [3, tokens]: of each query the kv_len, start and req_pool_index of its contiguous span of keys."""
+        ...
+
+    def compact(self, out: Tensor, segment: Segment) -> None:
+        """out [tokens * (1 + keys)]: how many keys each query sees, then [tokens, keys] their slots, tail last."""
+        ...
+
+    def translate(self, out: Tensor, slots: Tensor, slot_map: Tensor) -> None:
+        """out = slot_map[slots], elementwise."""
         ...
 
     def set_kv(
@@ -148,6 +176,11 @@ class Workspace(abc.ABC):
         """int32 [n + 1] running sum of lengths [n]."""
         return self.fill(name, (lens.shape[0] + 1,), self.ops.offsets, lens)
 
+    def page_table(self, name: str, view: KVView, lens: Tensor, max_len: int) -> Tensor:
+        """int32 [rows, pages] page ids of a view's first `lens` tokens, 0 behind them; the view has no start offset."""
+        pages = max(1, -(-max_len // view.page_size))
+        return self.fill(name, (lens.shape[0], pages), self.ops.page_table, view=view, lens=lens)
+
     def update(self, op: Callable[..., None], state: Tensor, *inputs: Tensor | None, **params: Any) -> None:
         """Changes a plugin's own state on the device: `op(state, *inputs, **params)`, once per plan.
 
@@ -178,6 +211,11 @@ class EagerWorkspace(Workspace):
 
 class DryWorkspace(EagerWorkspace):
     """For explanations: fills, but leaves the state of plugins alone."""
+
+    def page_table(self, name: str, view: KVView, lens: Tensor, max_len: int) -> Tensor:
+        """int32 [rows, pages] page ids of a view's first `lens` tokens, 0 behind them; the view has no start offset."""
+        pages = max(1, -(-max_len // view.page_size))
+        return self.fill(name, (lens.shape[0], pages), self.ops.page_table, view=view, lens=lens)
 
     def update(self, op: Callable[..., None], state: Tensor, *inputs: Tensor | None, **params: Any) -> None:
         return

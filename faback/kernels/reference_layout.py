@@ -12,6 +12,7 @@ import attrs
 import torch
 
 from faback.core.segment import Segment, Visibility
+from faback.kernels.definition import Seen, key_lens, query_lens, query_positions, slots_at, translated
 
 Tensor = torch.Tensor
 
@@ -29,7 +30,6 @@ class Item:
 
     Attributes:
         row: index of the row.
-        first: index of the first query within the row.
         token: index of the first query in q.
         queries: number of queries.
         kept: keys [0, kept) of the row that stay visible; they end before `low`.
@@ -39,7 +39,6 @@ class Item:
     """
 
     row: int
-    first: int
     token: int
     queries: int
     kept: int
@@ -54,48 +53,6 @@ class Item:
 
 
 @attrs.frozen(eq=False)
-class MaskInputs:
-    """Positions from which a batch's mask is made. B items, Q queries, K keys.
-
-    Attributes:
-        query: int64 [B, Q] absolute positions.
-        key: int64 [B, K] absolute positions.
-        exists: bool [B, K], False for padding.
-        is_tail: bool [B, K].
-        tree: bool [B, Q, K], what the tail's own mask says of tail keys, or None.
-        keep: int64 [B, 1, 1], or None.
-        window: int64 [B, 1, 1] left distances that replace the rule's, or None.
-    """
-
-    query: Tensor
-    key: Tensor
-    exists: Tensor
-    is_tail: Tensor
-    tree: Tensor | None
-    keep: Tensor | None
-    window: Tensor | None
-
-    def mask(self, rule: Visibility) -> Tensor:
-        """bool [B, Q, K]: the rule of `faback.core.segment`, to the letter."""
-        p, t = self.query[:, :, None], self.key[:, None, :]
-        seen = torch.ones_like(p == t)
-        left, right = rule.window[0] if self.window is None else self.window, rule.window[1]
-        if left is not None:
-            seen &= t >= p - left
-        if right is not None:
-            seen &= t <= p + right
-        if rule.chunk is not None:
-            seen &= t // rule.chunk == p // rule.chunk
-        if self.keep is not None:
-            seen |= (t < self.keep) & ~self.is_tail[:, None, :]
-        if rule.causal:
-            seen &= (t <= p) if self.tree is None else (t <= p) | self.is_tail[:, None, :]
-        if self.tree is not None:
-            seen &= self.tree
-        return seen & self.exists[:, None, :]
-
-
-@attrs.frozen(eq=False)
 class Batch:
     """Items of one number of queries, their keys padded to one number. B items, Q queries, K keys.
 
@@ -103,17 +60,20 @@ class Batch:
         tokens: int64 [B, Q] index in q.
         slots: int64 [B, K] index in k and v; padding repeats a key of the same row.
         mask: bool [B, Q, K] what sees what, None if everything sees everything or `remake` is there.
-        remake: the mask's inputs, where the mask is too large to keep.
+        remake: the mask's inputs and bool [B, 1, K] which keys exist, where the mask is too large to keep.
     """
 
     tokens: Tensor
     slots: Tensor
     mask: Tensor | None
-    remake: MaskInputs | None
+    remake: tuple[Seen, Tensor] | None
 
     def visible(self, rule: Visibility) -> Tensor | None:
         """bool [B, Q, K], None if everything sees everything."""
-        return self.mask if self.remake is None else self.remake.mask(rule)
+        if self.remake is None:
+            return self.mask
+        seen, exists = self.remake
+        return seen.mask(rule) & exists
 
 
 class Layout:
@@ -124,16 +84,17 @@ class Layout:
         self._segment = segment
         self._rule = rule
         self._device = segment.kv_len.device
-        self._kv_len: list[int] = _live(segment).tolist()
+        self._kv_len: list[int] = key_lens(segment).tolist()
         self._offsets: list[int] = segment.cu_seqlens_q.tolist()
-        self._q_len: list[int] = _q_len(segment).tolist()
+        self._q_len: list[int] = query_lens(segment).tolist()
         self._window: list[int | None] = [rule.window[0]] * segment.rows
         if rule.row_window is not None:
             self._window = rule.row_window.tolist()
         self._tail_len: list[int] = [0] * segment.rows if tail is None else tail.lens.tolist()
         self._keep: list[int] = [0] * segment.rows if rule.keep is None else rule.keep.tolist()
         self._shard = (0, 1) if segment.kv is None or segment.kv.shard is None else segment.kv.shard
-        self._positions: list[int] | None = None if segment.positions is None else segment.positions.tolist()
+        self._query_positions = query_positions(segment)
+        self._positions: list[int] = self._query_positions.tolist()
 
     def batches(self, heads: int) -> Iterator[Batch]:
         """Items of similar size together: little padding, and no batch above `BATCH_SCORES`."""
@@ -162,13 +123,8 @@ class Layout:
 
     def _item(self, row: int, token: int, queries: int) -> Item:
         rule, length, tail = self._rule, self._kv_len[row], self._tail_len[row]
-        first = token - self._offsets[row]
-        if self._positions is None:
-            lowest = length + tail - self._q_len[row] + first
-            highest = lowest + queries - 1
-        else:
-            positions = self._positions[token : token + queries]
-            lowest, highest = min(positions), max(positions)
+        positions = self._positions[token : token + queries]
+        lowest, highest = min(positions), max(positions)
         low, high = 0, highest + 1 if rule.causal else None
         left, right = self._window[row], rule.window[1]
         if left is not None:
@@ -182,7 +138,7 @@ class Layout:
         low = min(self._index(low), length)
         high = length if high is None else min(self._index(high), length)
         kept = min(self._index(self._keep[row]), low, length if not rule.causal else self._index(highest + 1))
-        return Item(row, first, token, queries, kept, low, max(0, high - low), tail)
+        return Item(row, token, queries, kept, low, max(0, high - low), tail)
 
     def _index(self, position: int) -> int:
         """Number of the row's keys before a position."""
@@ -204,30 +160,19 @@ class Layout:
         length = self._segment.kv_len.long()[row]
         logical = torch.where(index < kept, index, index - kept + column("low"))
         logical = torch.where(is_tail, length + within, logical)
-        inputs = MaskInputs(
-            query=self._query_positions(row, column("first") + steps, tokens),
-            key=self._key_positions(row, logical, is_tail, within),
-            exists=exists,
-            is_tail=is_tail,
+        seen = Seen(
+            query=self._query_positions[tokens][:, :, None],
+            key=self._key_positions(row, logical, is_tail, within)[:, None, :],
+            is_tail=is_tail[:, None, :],
             tree=self._tree(tokens, is_tail, within),
             keep=None if self._rule.keep is None else self._rule.keep.long()[row][:, :, None],
             window=None if self._rule.row_window is None else self._rule.row_window.long()[row][:, :, None],
         )
         slots = self._slots(row, tokens, logical, is_tail, within)
         if tokens.numel() * exists.shape[1] > CACHED_MASK:
-            return Batch(tokens, slots, None, inputs)
-        mask = inputs.mask(self._rule)
+            return Batch(tokens, slots, None, (seen, exists[:, None, :]))
+        mask = seen.mask(self._rule) & exists[:, None, :]
         return Batch(tokens, slots, None if bool(mask.all()) else mask, None)
-
-    def _query_positions(self, row: Tensor, index: Tensor, tokens: Tensor) -> Tensor:
-        """int64 [B, Q]: explicit ones, or the last tokens of the row."""
-        segment = self._segment
-        if segment.positions is not None:
-            return segment.positions.long()[tokens]
-        end = segment.kv_len.long()[row]
-        if segment.tail is not None:
-            end = end + segment.tail.lens.long()[row]
-        return end - _q_len(segment)[row] + index
 
     def _key_positions(self, row: Tensor, logical: Tensor, is_tail: Tensor, within: Tensor) -> Tensor:
         """int64 [B, K]: a committed key stands at its index, a tail key where the tail says."""
@@ -252,24 +197,8 @@ class Layout:
         if view is None:
             offsets = self._segment.cu_seqlens_q if self._segment.cu_seqlens_k is None else self._segment.cu_seqlens_k
             return offsets.long()[row] + logical
-        request = view.req_pool_indices.long()[row]
-        column = logical if view.start is None else logical + view.start.long()[row]
-        if tail is None or tail.slots is None:
-            slots = view.req_to_token[request, column].long()
-        else:
-            slots = view.req_to_token[request, torch.where(is_tail, 0, column)].long()
+        slots = slots_at(view, row, logical)
+        if tail is not None and tail.slots is not None:
             own = tail.slots.long()[tokens[:, :1] if tail.per_query else row, within]
             slots = torch.where(is_tail, own, slots)
-        return slots if view.slot_map is None else view.slot_map[slots].long()
-
-
-def _q_len(segment: Segment) -> Tensor:
-    """int64 [rows] live queries."""
-    return segment.cu_seqlens_q.long().diff() if segment.q_len is None else segment.q_len.long()
-
-
-def _live(segment: Segment) -> Tensor:
-    """[rows] committed keys, none in rows of padding."""
-    if segment.kv is None or segment.kv.dense:
-        return segment.kv_len
-    return segment.kv_len * (segment.kv.req_pool_indices != 0)
+        return translated(view, slots)

@@ -1,4 +1,4 @@
-"""Metadata fills, KV writes and merges in plain torch: the definition, and what runs on a CPU."""
+"""KV writes and merges in plain torch: the definition, and what runs on a CPU."""
 
 from __future__ import annotations
 
@@ -7,51 +7,14 @@ import torch
 from faback.core.hooks import hookimpl
 from faback.core.segment import KVWrite
 from faback.core.workspace import DeviceOps
+from faback.kernels.torch_fills import TorchFills
 
 Tensor = torch.Tensor
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-class TorchOps:
+class TorchOps(TorchFills):
     """`faback.core.workspace.DeviceOps` in torch, on any device."""
-
-    def lens(self, out: Tensor, source: Tensor, *, add: int, active: Tensor | None) -> None:
-        total = source + add
-        out.copy_(total if active is None else total * (active != 0))
-
-    def offsets(self, out: Tensor, lens: Tensor) -> None:
-        out[:1] = 0
-        torch.cumsum(lens, 0, dtype=torch.int32, out=out[1:])
-
-    def step_lens(self, out: Tensor, source: Tensor | None, *, active: Tensor) -> None:
-        steps = torch.arange(1, out.shape[0] + 1, device=out.device)[:, None]
-        out.copy_((steps if source is None else source + steps) * (active != 0))
-
-    def row_lens(self, out: Tensor, *, value: int, active: Tensor) -> None:
-        out.copy_((active != 0) * value)
-
-    def tree_mask(self, out: Tensor, custom_mask: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor) -> None:
-        offsets = cu_seqlens_q.long()
-        counts = offsets.diff()
-        width = seq_lens.long() + counts
-        blocks = (counts * width).cumsum(0) - counts * width
-        request, index = _owners(offsets, out.shape[0])
-        column = torch.arange(out.shape[1], device=out.device)
-        flat = (blocks[request] + index * width[request] + seq_lens.long()[request])[:, None] + column
-        inside = (column < counts[request][:, None]) & (flat < custom_mask.shape[0])
-        out.copy_(custom_mask[torch.where(inside, flat, 0)] & inside)
-
-    def tree_positions(self, out: Tensor, mask: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor) -> None:
-        request, index = _owners(cu_seqlens_q.long(), out.shape[0])
-        others = torch.arange(mask.shape[1], device=out.device) != index[:, None]
-        out.copy_(seq_lens[request] + (mask & others).sum(1))
-
-    def branch_positions(self, out: Tensor, source: Tensor, *, each: int) -> None:
-        steps = torch.arange(out.shape[0], device=out.device)
-        out.copy_(source.repeat_interleave(each) + steps[:, None])
-
-    def sum(self, out: Tensor, source: Tensor, lens: Tensor) -> None:
-        out.copy_((source + lens) * (lens != 0))
 
     def set_kv(
         self,
@@ -82,13 +45,6 @@ class TorchOps:
         out.copy_((parts * weights[..., None]).sum(0))
         if lse is not None:
             lse.copy_(total)
-
-
-def _owners(offsets: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """int64 [tokens] request of each token and the token's index in it; tokens past the last offset follow on."""
-    token = torch.arange(tokens, device=offsets.device)
-    request = torch.searchsorted(offsets[1:], token, right=True).clamp(max=offsets.shape[0] - 2)
-    return request, token - offsets[request]
 
 
 def _quantised(new: Tensor, scale: float | Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -19,6 +19,7 @@ class Decode(Mode):
     def build(self, batch: ForwardBatch, ws: Workspace, ctx: PlanContext) -> Segment:
         return Segment(
             rows=batch.bs,
+            tokens=batch.num_tokens,
             cu_seqlens_q=ws.uniform_offsets(batch.bs),
             max_seqlen_q=1,
             kv_len=batch.seq_lens,

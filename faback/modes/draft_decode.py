@@ -34,13 +34,15 @@ class DraftDecode(Mode):
         if not 0 <= step < spec.num_steps:
             raise BatchError("batch.draft_step", wanted=f"0 to {spec.num_steps - 1} (config.speculative)", got=step)
         rows, steps, active = batch.bs, spec.num_steps, batch.req_pool_indices
-        write = KVWrite(_column(batch, rows * spec.topk, steps, step))
+        slots = _by_branch(batch, rows * spec.topk, steps)
+        write = KVWrite(slots[:, step])
         longest = batch.bound("seq_lens", ctx.config.context_len)
         view = KVView(ctx.pools.req_to_token, active, ctx.page_size)
         reach = ws.step_lens("draft_lens", batch.seq_lens, steps=steps, active=active)[step]
         if spec.topk == 1:
             return Segment(
                 rows=rows,
+                tokens=rows,
                 cu_seqlens_q=ws.uniform_offsets(rows),
                 max_seqlen_q=1,
                 kv_len=reach,
@@ -48,16 +50,16 @@ class DraftDecode(Mode):
                 kv=view,
                 write=write,
             )
-        assert batch.out_cache_loc is not None
         tail_lens = ws.step_lens("tail_lens", None, steps=steps, active=active)[step]
         return Segment(
             rows=rows,
+            tokens=rows * spec.topk,
             cu_seqlens_q=ws.uniform_offsets(rows, spec.topk),
             max_seqlen_q=spec.topk,
             kv_len=batch.seq_lens,
             max_kv_len=longest,
             kv=view,
-            tail=Tail(step + 1, tail_lens, batch.out_cache_loc.view(rows * spec.topk, steps), per_query=True),
+            tail=Tail(step + 1, tail_lens, slots[:, : step + 1], per_query=True),
             positions=ws.branch_positions("positions", batch.seq_lens, steps=steps, each=spec.topk)[step],
             write=write,
         )
@@ -71,14 +73,14 @@ def speculative(ctx: PlanContext, mode: str) -> SpeculativeConfig:
     return ctx.config.speculative
 
 
-def _column(batch: ForwardBatch, branches: int, steps: int, step: int) -> torch.Tensor:
-    """[branches] write slots of a step."""
+def _by_branch(batch: ForwardBatch, branches: int, steps: int) -> torch.Tensor:
+    """[branches, steps] slots of the drafted tokens."""
     slots = batch.out_cache_loc
     assert slots is not None
     if slots.shape[0] != branches * steps:
         wanted = f"[{branches} branches * {steps} steps]"
         raise BatchError("batch.out_cache_loc", wanted=wanted, got=list(slots.shape), hint="Branch by branch, by step.")
-    return slots.view(branches, steps)[:, step]
+    return slots.view(branches, steps)
 
 
 @hookimpl

@@ -27,6 +27,7 @@ class Embedding(Mode):
         longest = batch.bound("extend_seq_lens", batch.num_tokens)
         return Segment(
             rows=batch.bs,
+            tokens=batch.num_tokens,
             cu_seqlens_q=ws.offsets("cu_seqlens_q", batch.extend_seq_lens),
             max_seqlen_q=longest,
             kv_len=batch.extend_seq_lens,

@@ -26,6 +26,7 @@ class Extend(Mode):
         assert batch.extend_seq_lens is not None
         return Segment(
             rows=batch.bs,
+            tokens=batch.num_tokens,
             cu_seqlens_q=ws.offsets("cu_seqlens_q", batch.extend_seq_lens),
             max_seqlen_q=batch.bound("extend_seq_lens", batch.num_tokens),
             kv_len=batch.seq_lens,

@@ -18,6 +18,7 @@ class Idle(Mode):
     def build(self, batch: ForwardBatch, ws: Workspace, ctx: PlanContext) -> Segment:
         return Segment(
             rows=0,
+            tokens=batch.num_tokens,
             cu_seqlens_q=ws.uniform_offsets(0),
             max_seqlen_q=0,
             kv_len=batch.seq_lens[:0],

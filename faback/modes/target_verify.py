@@ -41,6 +41,7 @@ class TargetVerify(Mode):
             lens = ws.lens("verify_lens", batch.verify_lens, active=active)
         chain = Segment(
             rows=rows,
+            tokens=batch.num_tokens,
             cu_seqlens_q=offsets,
             max_seqlen_q=min(size, batch.bound("verify_lens", size)) if batch.verify_lens is not None else size,
             kv_len=batch.seq_lens,

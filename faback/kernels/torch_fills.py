@@ -1,0 +1,148 @@
+"""Metadata fills in plain torch: the definition of each, and what runs on a CPU."""
+
+from __future__ import annotations
+
+import torch
+
+from faback.core.segment import KVView, Segment
+from faback.kernels.definition import (
+    key_lens,
+    owners,
+    per_query,
+    query_lens,
+    query_positions,
+    slots_at,
+    tail_slots,
+    translated,
+)
+
+Tensor = torch.Tensor
+
+
+class TorchFills:
+    """The fills of `faback.core.workspace.DeviceOps`, on any device."""
+
+    def lens(self, out: Tensor, source: Tensor, *, add: int, active: Tensor | None) -> None:
+        total = source + add
+        out.copy_(total if active is None else total * (active != 0))
+
+    def offsets(self, out: Tensor, lens: Tensor) -> None:
+        out[:1] = 0
+        torch.cumsum(lens, 0, dtype=torch.int32, out=out[1:])
+
+    def step_lens(self, out: Tensor, source: Tensor | None, *, active: Tensor) -> None:
+        steps = torch.arange(1, out.shape[0] + 1, device=out.device)[:, None]
+        out.copy_((steps if source is None else source + steps) * (active != 0))
+
+    def row_lens(self, out: Tensor, *, value: int, active: Tensor) -> None:
+        out.copy_((active != 0) * value)
+
+    def tree_mask(self, out: Tensor, custom_mask: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor) -> None:
+        offsets = cu_seqlens_q.long()
+        counts = offsets.diff()
+        width = seq_lens.long() + counts
+        blocks = (counts * width).cumsum(0) - counts * width
+        request, index = owners(offsets, out.shape[0])
+        column = torch.arange(out.shape[1], device=out.device)
+        flat = (blocks[request] + index * width[request] + seq_lens.long()[request])[:, None] + column
+        inside = (column < counts[request][:, None]) & (flat < custom_mask.shape[0])
+        out.copy_(custom_mask[torch.where(inside, flat, 0)] & inside)
+
+    def tree_positions(self, out: Tensor, mask: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor) -> None:
+        request, index = owners(cu_seqlens_q.long(), out.shape[0])
+        others = torch.arange(mask.shape[1], device=out.device) != index[:, None]
+        out.copy_(seq_lens[request] + (mask & others).sum(1))
+
+    def branch_positions(self, out: Tensor, source: Tensor, *, each: int) -> None:
+        steps = torch.arange(out.shape[0], device=out.device)
+        out.copy_(source.repeat_interleave(each) + steps[:, None])
+
+    def sum(self, out: Tensor, source: Tensor, lens: Tensor) -> None:
+        out.copy_((source + lens) * (lens != 0))
+
+    def page_table(self, out: Tensor, view: KVView, lens: Tensor) -> None:
+        first = torch.arange(out.shape[1], device=out.device) * view.page_size
+        row = torch.arange(out.shape[0], device=out.device)[:, None]
+        live = first < lens[:, None]
+        slots = translated(view, slots_at(view, row, torch.where(live, first, 0)))
+        out.copy_(torch.where(live, slots // view.page_size, 0))
+
+    def slot_table(self, out: Tensor, segment: Segment) -> None:
+        view, width = segment.kv, out.shape[1]
+        row = torch.arange(segment.rows, device=out.device)[:, None]
+        token = torch.arange(width, device=out.device)
+        total = key_lens(segment)
+        if segment.tail is not None and segment.tail.slots is None:
+            total = total + segment.tail.lens
+        live = token < total[:, None]
+        if view is None:
+            offsets = segment.cu_seqlens_q if segment.cu_seqlens_k is None else segment.cu_seqlens_k
+            slots = offsets.long()[:-1, None] + token
+        else:
+            slots = translated(view, slots_at(view, row, torch.where(live, token, 0)))
+        out.copy_(torch.where(live, slots, 0))
+
+    def translate(self, out: Tensor, slots: Tensor, slot_map: Tensor) -> None:
+        out.copy_(slot_map[slots.long()])
+
+    def virtual_batches(self, out: Tensor, segment: Segment) -> None:
+        chunk, view = segment.visibility.chunk, segment.kv
+        assert chunk is not None and view is not None
+        counts, length = query_lens(segment), segment.kv_len.long()
+        first = length - counts
+        pieces = torch.where(counts > 0, (length - 1) // chunk - first.clamp(min=0) // chunk + 1, 0)
+        # With more queries than keys the first stand before the text and see nothing: they join the first piece.
+        ends = pieces.cumsum(0)
+        piece = torch.arange(out.shape[1] - 1, device=out.device)
+        row = torch.searchsorted(ends, piece, right=True)
+        exists = row < segment.rows
+        row = row.clamp(max=max(0, segment.rows - 1))
+        border = (first.clamp(min=0)[row] // chunk + piece - (ends - pieces)[row]) * chunk
+        low, high = torch.maximum(first[row], border), torch.minimum(length[row], border + chunk)
+        low = torch.where(piece == (ends - pieces)[row], first[row], low)
+        queries = torch.where(exists, high - low, 0)
+        starts = border if view.start is None else border + view.start.long()[row]
+        out[0, 0] = 0
+        out[0, 1:] = queries.cumsum(0)
+        out[1, :-1] = torch.where(exists, high - border, 0)
+        out[2, :-1] = torch.where(exists, starts, 0)
+        out[3, :-1] = torch.where(exists, view.req_pool_indices.long()[row], 0)
+        out[1:, -1] = 0
+
+    def query_rows(self, out: Tensor, segment: Segment) -> None:
+        rule, view = segment.visibility, segment.kv
+        assert view is not None
+        row, index = owners(segment.cu_seqlens_q, segment.tokens)
+        live = index < query_lens(segment)[row]
+        position = query_positions(segment)
+        low, high = torch.zeros_like(position), key_lens(segment)[row]
+        left = rule.window[0] if rule.row_window is None else rule.row_window.long()[row]
+        if left is not None:
+            low = torch.maximum(low, position - left)
+        if rule.chunk is not None:
+            low = torch.maximum(low, position // rule.chunk * rule.chunk)
+            high = torch.minimum(high, (position // rule.chunk + 1) * rule.chunk)
+        if rule.causal:
+            high = torch.minimum(high, position + 1)
+        if rule.window[1] is not None:
+            high = torch.minimum(high, position + rule.window[1] + 1)
+        lens = torch.where(live, high - low, 0).clamp(min=0)
+        starts = low if view.start is None else low + view.start.long()[row]
+        out[0] = lens
+        out[1] = torch.where(lens > 0, starts, 0)
+        out[2] = torch.where(live, view.req_pool_indices.long()[row], 0)
+
+    def compact(self, out: Tensor, segment: Segment) -> None:
+        view = segment.kv
+        assert view is not None
+        visible, row, _ = per_query(segment)
+        token = torch.arange(segment.max_kv_len, device=out.device)
+        slots = slots_at(view, row[:, None], torch.where(visible[:, : segment.max_kv_len], token, 0))
+        if segment.tail is not None:
+            slots = torch.cat([slots, tail_slots(segment)], dim=1)
+        slots = translated(view, torch.where(visible, slots, 0))
+        order = torch.where(visible, visible.cumsum(1), 0)
+        table = torch.zeros((segment.tokens, 1 + visible.shape[1]), dtype=torch.int64, device=out.device)
+        table.scatter_(1, order, slots)
+        out[: segment.tokens] = visible.sum(1)
+        out[segment.tokens :] = table[:, 1:].flatten()
