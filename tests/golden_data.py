@@ -20,9 +20,9 @@ A scenario is one configuration, a life of a cache, and the attention calls made
 `full_to_swa`, `sinks`
     int64 slot translation of hybrid pools; float32 [heads] sink logits, which count where `cfg["sinks"]` says so.
 
-With an fp8 pool (`cfg["kv_dtype"]`) the pools hold the stored values, which are e4m3 numbers, and the oracle casts `q` to
-e4m3 as well. Where `cfg["k_scale"]` is 0.5 the scale of the values is 0.25: values are stored divided by their scale and
-multiplied by it when read.
+With an fp8 pool (`cfg["kv_dtype"]`) the pools hold the stored values, which are e4m3 numbers, and the oracle casts `q`
+to e4m3 as well. Where `cfg["k_scale"]` is 0.5 the scale of the values is 0.25, which `cfg` does not say: what is stored
+was divided by the scale, and is multiplied by it when read.
 
 Only the last forward pass of a scenario was recorded whole: the batch, the tables, and `q`, `k`, `v` and the pools are
 those of its last tag. Of earlier passes the results alone remain; `Scenario.reproducible_calls` leaves them out. The
