@@ -14,6 +14,7 @@ from faback.core.errors import (
 )
 from faback.core.hooks import hookimpl
 from faback.core.layer import AttentionLayer, LayerKind
+from faback.core.multi_step import MultiStepDraft
 from faback.core.pools import KVPool, Pools
 
 __version__ = "0.1.0"
@@ -29,6 +30,7 @@ __all__ = [
     "ForwardBatch",
     "KVPool",
     "LayerKind",
+    "MultiStepDraft",
     "NoKernelError",
     "PluginError",
     "PoolError",

@@ -1,6 +1,7 @@
 """The built-in plugins: modules with hooks, loaded before any entry point."""
 
 BUILTINS: tuple[str, ...] = (
+    "faback.modes.context_parallel",
     "faback.modes.decode",
     "faback.modes.draft_decode",
     "faback.modes.draft_extend",
@@ -11,6 +12,7 @@ BUILTINS: tuple[str, ...] = (
     "faback.modes.hybrid_pool",
     "faback.modes.idle",
     "faback.modes.local_attention",
+    "faback.modes.mla",
     "faback.modes.prefill_aware_swa",
     "faback.modes.sliding_window",
     "faback.modes.target_verify",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -171,20 +171,34 @@ class AttentionBackend:
             raise BatchError(f"sinks of layer {layer.layer_id}", wanted=f"sinks={layer.sinks}", got=got, hint=hint)
         q = _fused(q, q_rope, layer.num_q_heads, layer.head_dim)
         cached = self.pools.kv.buffers(layer) if layer.cached else None
-        k_scale, v_scale = layer.k_scale, layer.v_scale
-        if layer.latent:
-            k = _fused(k, k_rope, 1, layer.head_dim)
-            v = None if k is None else k[..., : layer.v_head_dim]
-        else:
-            k = _by_head(k, layer.num_kv_heads, layer.head_dim)
-            v = _by_head(v, layer.num_kv_heads, layer.v_head_dim)
-        if save_kv_cache and cached is not None and k is not None and v is not None:
+        k = _fused(k, k_rope, layer.num_kv_heads, layer.head_dim)
+        v = None if layer.latent else _by_head(v, layer.num_kv_heads, layer.v_head_dim)
+        if save_kv_cache and cached is not None and k is not None and (layer.latent or v is not None):
             step.write(k, v, layer, cached)
+        if layer.latent and k is not None:
+            v = k[..., : layer.v_head_dim]
         if out is None:
             out = torch.empty((q.shape[0], layer.num_q_heads, layer.v_head_dim), dtype=q.dtype, device=q.device)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
-        step.attend(Arguments(q, (k, v), cached, sinks, (k_scale, v_scale)), out, lse)
+        step.attend(Arguments(q, (k, v), cached, sinks, (layer.k_scale, layer.v_scale)), out, lse)
         return out if lse is None else (out, lse)
+
+    def merge(
+        self, outs: Sequence[Tensor], lses: Sequence[Tensor], *, sinks: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Merges results over disjoint sets of keys, as `forward` returns them with `return_lse`.
+
+        Args:
+            outs: each [tokens, heads, v_head_dim].
+            lses: each float32 [tokens, heads].
+            sinks: [heads] logits, which enter here if they are in none of the parts.
+
+        Returns:
+            out [tokens, heads, v_head_dim] and the log-sum-exp of all keys, sinks not included.
+        """
+        out, lse = torch.empty_like(outs[0]), torch.empty_like(lses[0])
+        self._ops.merge(list(outs), list(lses), out, lse, sinks)
+        return out, lse
 
     def explain(self, batch: ForwardBatch, layer: AttentionLayer) -> Explanation:
         """Who contributed what to a layer's plan, which kernels were chosen, and why not the others.
@@ -227,9 +241,11 @@ class AttentionBackend:
         return segment
 
     def _request(self, segment: Segment, kind: LayerKind, forward_mode: str) -> KernelRequest:
-        layer_features = kind.features() & CALL_FEATURES
+        features = segment.features() | (kind.features() & CALL_FEATURES)
+        if segment.exchange is not None and segment.exchange.needs_lse:
+            features = features - {"sinks"} | {"lse"}
         page_size = 1 if segment.kv is None else segment.kv.page_size
-        return self._ask(forward_mode, kind, page_size, segment.features() | layer_features, fresh=segment.kv is None)
+        return self._ask(forward_mode, kind, page_size, features, fresh=segment.kv is None)
 
     def _ask(
         self, forward_mode: str, kind: LayerKind, page_size: int, features: frozenset[str], fresh: bool = False

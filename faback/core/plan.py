@@ -93,13 +93,13 @@ class Step:
     call: Call | Merged
     ops: DeviceOps
 
-    def write(self, k: Tensor, v: Tensor, layer: AttentionLayer, cached: tuple[Tensor, Tensor]) -> None:
+    def write(self, k: Tensor, v: Tensor | None, layer: AttentionLayer, cached: tuple[Tensor, Tensor]) -> None:
         """Stores new k [tokens, heads, head_dim] and v [tokens, heads, v_head_dim] where the plan says."""
         write, exchange = self.segment.write, self.segment.exchange
         if write.slots is None:
             return
         if exchange is not None:
-            k, v = exchange.spread(k), exchange.spread(v)
+            k, v = exchange.spread(k), None if v is None else exchange.spread(v)
         if k.shape[0] != write.slots.shape[0]:
             what = f"k of layer {layer.layer_id}"
             raise BatchError(what, wanted=f"{write.slots.shape[0]} tokens, one per write slot", got=k.shape[0])
@@ -108,13 +108,17 @@ class Step:
     def attend(self, args: Arguments, out: Tensor, lse: Tensor | None) -> None:
         """Attends into out [tokens, num_q_heads, v_head_dim] and lse [tokens, num_q_heads]."""
         exchange = self.segment.exchange
+        if args.q.shape[0] < self.segment.tokens:
+            raise BatchError("q", wanted=f"{self.segment.tokens} tokens, as planned", got=args.q.shape[0])
         if exchange is None:
             self.call.run(args, out, lse)
             return
-        if lse is None and exchange.needs_lse:
-            lse = torch.empty(out.shape[:2], dtype=torch.float32, device=out.device)
-        self.call.run(args, out, lse)
-        exchange.collect(out, lse)
+        if exchange.needs_lse:
+            lse = torch.empty(out.shape[:2], dtype=torch.float32, device=out.device) if lse is None else lse
+            self.call.run(attrs.evolve(args, sinks=None), out, lse)
+        else:
+            self.call.run(args, out, lse)
+        exchange.collect(out, lse, args.sinks)
 
 
 @attrs.frozen(eq=False)

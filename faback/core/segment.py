@@ -167,8 +167,11 @@ class Exchange(Protocol):
         """New keys, or values, of this rank [tokens, heads, dim] -> those that `KVWrite` describes."""
         ...
 
-    def collect(self, out: Tensor, lse: Tensor | None) -> None:
-        """Makes this rank's out [tokens, heads, dim] and lse [tokens, heads] whole, in place."""
+    def collect(self, out: Tensor, lse: Tensor | None, sinks: Tensor | None) -> None:
+        """Makes this rank's out [tokens, heads, dim] and lse [tokens, heads] whole, in place.
+
+        Where `needs_lse`, the sinks [heads] are not in `out` yet and enter here.
+        """
         ...
 
 

@@ -59,6 +59,10 @@ class DeviceOps(Protocol):
         """out[b] = source[b] + lens[b], and 0 where lens[b] is 0."""
         ...
 
+    def positions(self, out: Tensor, segment: Segment) -> None:
+        """out [tokens]: where each query stands."""
+        ...
+
     def page_table(self, out: Tensor, view: KVView, lens: Tensor) -> None:
         """out [rows, pages]: page ids of a view's rows, translated, 0 past each length."""
         ...
@@ -88,9 +92,16 @@ class DeviceOps(Protocol):
         ...
 
     def set_kv(
-        self, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, write: KVWrite, k_scale: Any, v_scale: Any
+        self,
+        k: Tensor,
+        v: Tensor | None,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        write: KVWrite,
+        k_scale: float | Tensor | None,
+        v_scale: float | Tensor | None,
     ) -> None:
-        """Stores k, v [tokens, heads, dim] in their slots, divided by the scale, cast and translated."""
+        """Stores k, v [tokens, heads, dim] in their slots, divided by the scale, cast and translated; v may be None."""
         ...
 
     def merge(

@@ -60,6 +60,9 @@ class TorchFills:
     def sum(self, out: Tensor, source: Tensor, lens: Tensor) -> None:
         out.copy_((source + lens) * (lens != 0))
 
+    def positions(self, out: Tensor, segment: Segment) -> None:
+        out.copy_(query_positions(segment))
+
     def page_table(self, out: Tensor, view: KVView, lens: Tensor) -> None:
         first = torch.arange(out.shape[1], device=out.device) * view.page_size
         row = torch.arange(out.shape[0], device=out.device)[:, None]

@@ -19,7 +19,7 @@ class TorchOps(TorchFills):
     def set_kv(
         self,
         k: Tensor,
-        v: Tensor,
+        v: Tensor | None,
         k_cache: Tensor,
         v_cache: Tensor,
         write: KVWrite,
@@ -31,7 +31,8 @@ class TorchOps(TorchFills):
         if write.slot_map is not None:
             slots = write.slot_map[slots].long()
         for cache, new, scale in ((k_cache, k, k_scale), (v_cache, v, v_scale)):
-            cache[slots] = _quantised(new, scale, cache.dtype)
+            if new is not None:
+                cache[slots] = _quantised(new, scale, cache.dtype)
 
     def merge(
         self, outs: list[Tensor], lses: list[Tensor], out: Tensor, lse: Tensor | None, sinks: Tensor | None
