@@ -24,4 +24,6 @@ BUILTINS: tuple[str, ...] = (
     "faback.core.lowering.virtual_batches",
     "faback.kernels.torch_ops",
     "faback.kernels.reference",
+    "faback.kernels.triton.ops",
+    "faback.kernels.triton.provider",
 )

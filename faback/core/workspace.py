@@ -203,6 +203,24 @@ class Workspace(abc.ABC):
             self._filled[key] = state
             op(state, *inputs, **params)
 
+    def scratch(self, name: str, size: int, dtype: torch.dtype) -> Tensor:
+        """Memory [size] that launches in one stream can share, zero when it is first given.
+
+        Kept for the life of the backend; whoever changes it leaves it zero where zero matters.
+        """
+        stream = torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
+        known = self._constants.get(("scratch", name, stream))
+        if known is None or known.shape[0] < size:
+            known = torch.zeros(size, dtype=dtype, device=self.device)
+            self._constants["scratch", name, stream] = known
+        return known
+
+    def processors(self) -> int:
+        """How many multiprocessors there are to fill."""
+        if self.device.type != "cuda":
+            return 4
+        return torch.cuda.get_device_properties(self.device).multi_processor_count
+
     def uniform_offsets(self, rows: int, step: int = 1) -> Tensor:
         """int32 [rows + 1]: 0, step, 2 * step ...; kept for the life of the backend, so it costs nothing twice."""
         known = self._constants.get(("uniform_offsets", step))

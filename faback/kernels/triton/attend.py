@@ -1,0 +1,319 @@
+"""Paged attention: one kernel that sees whatever `Segment` can say.
+
+Queries of a request and query heads of a KV head are packed into the M dimension, so that a key is loaded once for all
+of them. The loop over committed keys loads no mask; the tail, with its mask or its slots per query, is a loop of its
+own at the end of the last split. Partial results are merged by whichever program of a block arrives last, so a forward
+pass is one launch.
+
+Scores are kept in base 2 (scale * log2(e) folded in); log-sum-exps leave in base e.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from faback.kernels.triton.rules import near, slots_of
+from faback.kernels.triton.schedule import find_work
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def scores_of(x, scale, softcap, HAS_SOFTCAP: tl.constexpr):
+    """Raw dot products -> scaled, capped scores in base 2."""
+    x = x * scale
+    if HAS_SOFTCAP:
+        # tanh by exp, safe at both ends: 1 - 2 / (exp(2y) + 1)
+        y = tl.exp2(x * (2.0 * LOG2E / softcap))
+        x = softcap - 2.0 * softcap / (y + 1.0)
+    return x * LOG2E
+
+
+@triton.jit
+def absorb(x, seen, m, total, acc):
+    """Online softmax: takes scores [M, N] in; returns weights [M, N], and m, total, acc rescaled."""
+    x = tl.where(seen, x, float("-inf"))
+    highest = tl.maximum(m, tl.max(x, 1))
+    # A query that has seen nothing yet keeps -inf, from which nothing may be subtracted.
+    base = tl.where(highest == float("-inf"), 0.0, highest)
+    p = tl.exp2(x - base[:, None])
+    shrink = tl.exp2(m - base)
+    return p, highest, total * shrink + tl.sum(p, 1), acc * shrink[:, None]
+
+
+@triton.jit
+def dot(a, b, acc, FP32: tl.constexpr, UPCAST: tl.constexpr):
+    """acc + a @ b; exact float32 where the inputs are, and where the interpreter cannot multiply 16-bit types."""
+    if UPCAST:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    if FP32 or UPCAST:
+        return tl.dot(a, b, acc, input_precision="ieee")
+    return tl.dot(a, b, acc)
+
+
+@triton.jit
+def score_tile(
+    q_main, q_rest, k_base, slot, exists, k_slot, d_main, d_rest, scale, softcap,
+    DK: tl.constexpr, DR: tl.constexpr, HAS_SOFTCAP: tl.constexpr, FP32: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Keys [K_MAIN, N] at slots, and the scores [M, N] of the queries against them."""
+    k_ptr = k_base + slot[None, :] * k_slot
+    keys = tl.load(k_ptr + d_main[:, None], mask=exists[None, :] & (d_main[:, None] < DK), other=0.0)
+    keys = keys.to(q_main.dtype)
+    x = dot(q_main, keys, None, FP32, UPCAST)
+    if DR > 0:
+        rest = tl.load(k_ptr + d_rest[:, None], mask=exists[None, :] & (d_rest[:, None] < DK), other=0.0)
+        x = dot(q_rest, rest.to(q_main.dtype), x, FP32, UPCAST)
+    return keys, scores_of(x, scale, softcap, HAS_SOFTCAP)
+
+
+@triton.jit
+def add_tile(
+    x, seen, keys, v_base, slot, exists, v_slot, d_value, m, total, acc,
+    DV: tl.constexpr, SHARE_KV: tl.constexpr, FP32: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Takes one tile's scores and its values into m, total and acc."""
+    weights, m, total, acc = absorb(x, seen & exists[None, :], m, total, acc)
+    if SHARE_KV:
+        values = tl.trans(keys)
+    else:
+        v_ptr = v_base + slot[:, None] * v_slot
+        values = tl.load(v_ptr + d_value, mask=exists[:, None] & (d_value < DV), other=0.0).to(keys.dtype)
+    return m, total, dot(weights.to(keys.dtype), values, acc, FP32, UPCAST)
+
+
+@triton.jit
+def attend(
+    q, k, v, out, lse, sinks, k_scale, v_scale,
+    cu_seqlens_q, q_len, kv_len, positions,
+    req_to_token, req_pool_indices, start, slot_map, cu_seqlens_k,
+    keep, row_window,
+    tail_lens, tail_slots, tail_mask, tail_positions,
+    partial_acc, partial_ml, arrivals,
+    q_token, q_head, k_slot, k_head, v_slot, v_head, o_token, o_head, lse_token,
+    table_row, tail_row, mask_row,
+    rows, tokens, target, reach,
+    scale, softcap, left, right, chunk, shard, shards,
+    GROUP: tl.constexpr, DK: tl.constexpr, DR: tl.constexpr, DV: tl.constexpr,
+    K_MAIN: tl.constexpr, K_REST: tl.constexpr, V_BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
+    FIXED_SPLIT: tl.constexpr, KEY_ROWS: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_CHUNK: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, COMMITTED: tl.constexpr, HAS_TAIL: tl.constexpr, PER_QUERY: tl.constexpr,
+    SHARE_KV: tl.constexpr, SCALE_HEADS: tl.constexpr, FP32: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """One work item of one KV head. Grid: (work items, KV heads). Shapes as in `Segment` and `KernelProvider.run`."""
+    item, head = tl.program_id(0), tl.program_id(1)
+    row, block, split, splits = find_work(
+        item, rows, tokens, cu_seqlens_q, kv_len, req_pool_indices, reach, target,
+        GROUP, BLOCK_M, BLOCK_N, ROWS, KEY_ROWS, FIXED_SPLIT,
+    )  # fmt: skip
+    if row > rows:
+        return  # more programs than work
+    # ---- queries
+    begin = tl.load(cu_seqlens_q + row)
+    owned = row < rows
+    end = tl.load(cu_seqlens_q + row + 1, mask=owned, other=0)
+    end = tl.where(owned, end, tokens)
+    live = end - begin
+    if q_len is not None:
+        live = tl.load(q_len + row, mask=owned, other=0).to(tl.int32)
+    m_index = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    index, lane = m_index // GROUP, m_index % GROUP
+    token = (begin + index).to(tl.int64)
+    inside = index < end - begin
+    queries = index < tl.where(owned, live, 0)
+    q_heads = head * GROUP + lane
+    q_ptr = q + token * q_token + q_heads * q_head
+    d_main = tl.arange(0, K_MAIN)
+    d_rest = K_MAIN + tl.arange(0, K_REST)
+    d_value = tl.arange(0, V_BLOCK)
+    q_main = tl.load(q_ptr[:, None] + d_main, mask=queries[:, None] & (d_main < DK), other=0.0)
+    q_rest = q_main
+    if DR > 0:
+        q_rest = tl.load(q_ptr[:, None] + d_rest, mask=queries[:, None] & (d_rest < DK), other=0.0)
+    # ---- keys of the row, and where the queries stand
+    committed = tl.load(kv_len + row, mask=owned, other=0).to(tl.int32)
+    tail = 0
+    if HAS_TAIL:
+        tail = tl.load(tail_lens + row, mask=owned, other=0).to(tl.int32)
+    if positions is not None:
+        p = tl.load(positions + token, mask=queries, other=0).to(tl.int32)
+    else:
+        p = committed + tail - live + index
+    begin_tail = committed
+    if req_to_token is not None:
+        request = tl.load(req_pool_indices + row, mask=owned, other=0).to(tl.int64)
+        table = req_to_token + request * table_row
+        if start is not None:
+            table += tl.load(start + row, mask=owned, other=0)
+        if KEY_ROWS:
+            committed = tl.where(request != 0, committed, 0)
+    else:
+        table = tl.load(cu_seqlens_k + row, mask=owned, other=0)
+    if not COMMITTED:
+        committed = 0
+    if row_window is not None:
+        left = tl.load(row_window + row, mask=owned, other=0).to(tl.int32)
+    kept = 0
+    if keep is not None:
+        kept = tl.load(keep + row, mask=owned, other=0).to(tl.int32)
+    # ---- the span of keys that any of these queries sees: [0, prefix) and [low, high), as indices of the row
+    lowest = tl.min(tl.where(queries, p, 2147483647), 0)
+    highest = tl.max(tl.where(queries, p, -1), 0)
+    any_query = lowest <= highest
+    lowest = tl.where(any_query, lowest, 0)
+    low = 0
+    bound = committed * shards + shard
+    if HAS_LEFT:
+        low = tl.maximum(low, lowest - left)
+    if HAS_CHUNK:
+        low = tl.maximum(low, lowest // chunk * chunk)
+        bound = tl.minimum(bound, (highest // chunk + 1) * chunk)
+    if HAS_RIGHT:
+        bound = tl.minimum(bound, highest + right + 1)
+    reachable = committed
+    if CAUSAL:
+        bound = tl.minimum(bound, highest + 1)
+        reachable = tl.minimum(committed, tl.maximum(0, tl.cdiv(highest + 1 - shard, shards)))
+    high = tl.minimum(committed, tl.maximum(0, tl.cdiv(bound - shard, shards)))
+    low = tl.minimum(reachable, tl.maximum(0, tl.cdiv(low - shard, shards)))
+    prefix = tl.minimum(tl.minimum(tl.maximum(0, tl.cdiv(kept - shard, shards)), low), reachable)
+    span = tl.where(any_query, prefix + tl.maximum(high - low, 0), 0)
+    per_split = tl.cdiv(tl.cdiv(span, BLOCK_N), splits) * BLOCK_N
+    first = split * per_split
+    last = tl.minimum(span, first + per_split)
+    # ---- committed keys
+    m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, V_BLOCK), tl.float32)
+    key_scale, value_scale = 1.0, 1.0
+    if k_scale is not None:
+        key_scale = tl.load(k_scale + head * SCALE_HEADS)
+        value_scale = tl.load(v_scale + head * SCALE_HEADS)
+    k_base, v_base = k + head * k_head, v + head * v_head
+    columns = tl.arange(0, BLOCK_N)
+    for n in range(first, last, BLOCK_N):
+        i = n + columns
+        exists = i < last
+        t = i
+        if keep is not None:
+            t = tl.where(i < prefix, i, i - prefix + low)
+        else:
+            t = i + low
+        if req_to_token is not None:
+            slot = slots_of(t, exists, table, slot_map)
+        else:
+            slot = (table + t).to(tl.int64)
+        keys, x = score_tile(
+            q_main, q_rest, k_base, slot, exists, k_slot, d_main, d_rest, scale * key_scale, softcap,
+            DK, DR, HAS_SOFTCAP, FP32, UPCAST,
+        )  # fmt: skip
+        at = t * shards + shard
+        seen = near(p[:, None], at[None, :], left, right, chunk, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)
+        if keep is not None:
+            seen = seen | (at < kept)[None, :]
+        if CAUSAL:
+            seen = seen & (at[None, :] <= p[:, None])
+        m, total, acc = add_tile(
+            x, seen, keys, v_base, slot, exists, v_slot, d_value, m, total, acc, DV, SHARE_KV, FP32, UPCAST
+        )
+    # ---- tail: the last split's
+    if HAS_TAIL:
+        if split == splits - 1:
+            if PER_QUERY:
+                for c in range(0, tail):
+                    at = begin_tail + c
+                    slot = tl.load(tail_slots + token * tail_row + c, mask=queries, other=0).to(tl.int64)
+                    if slot_map is not None:
+                        slot = tl.load(slot_map + slot, mask=queries, other=0).to(tl.int64)
+                    k_ptr = k_base + slot[:, None] * k_slot
+                    keys = tl.load(k_ptr + d_main, mask=queries[:, None] & (d_main < DK), other=0.0)
+                    x1 = tl.sum(q_main.to(tl.float32) * keys.to(tl.float32), 1)
+                    if DR > 0:
+                        rest = tl.load(k_ptr + d_rest, mask=queries[:, None] & (d_rest < DK), other=0.0)
+                        x1 += tl.sum(q_rest.to(tl.float32) * rest.to(tl.float32), 1)
+                    x1 = scores_of(x1, scale * key_scale, softcap, HAS_SOFTCAP)
+                    seen1 = queries & near(p, at, left, right, chunk, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)
+                    if CAUSAL:
+                        seen1 = seen1 & (at <= p)
+                    weights, m, total, acc = absorb(x1[:, None], seen1[:, None], m, total, acc)
+                    v_ptr = v_base + slot[:, None] * v_slot
+                    values = tl.load(v_ptr + d_value, mask=queries[:, None] & (d_value < DV), other=0.0)
+                    acc += weights * values.to(tl.float32)
+            else:
+                for n in range(0, tail, BLOCK_N):
+                    c = n + columns
+                    exists = c < tail
+                    if tail_slots is not None:
+                        slot = tl.load(tail_slots + row * tail_row + c, mask=exists, other=0).to(tl.int64)
+                        if slot_map is not None:
+                            slot = tl.load(slot_map + slot, mask=exists, other=0).to(tl.int64)
+                    else:
+                        slot = slots_of(begin_tail + c, exists, table, slot_map)
+                    keys, x = score_tile(
+                        q_main, q_rest, k_base, slot, exists, k_slot, d_main, d_rest, scale * key_scale, softcap,
+                        DK, DR, HAS_SOFTCAP, FP32, UPCAST,
+                    )  # fmt: skip
+                    at = begin_tail + c
+                    if tail_positions is not None:
+                        at = tl.load(tail_positions + begin + c, mask=exists, other=0).to(tl.int32)
+                    seen = near(p[:, None], at[None, :], left, right, chunk, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)
+                    if tail_mask is not None:
+                        allowed = tl.load(
+                            tail_mask + token[:, None] * mask_row + c[None, :],
+                            mask=queries[:, None] & exists[None, :],
+                            other=0,
+                        )
+                        seen = seen & (allowed != 0)
+                    elif CAUSAL:
+                        seen = seen & (at[None, :] <= p[:, None])
+                    m, total, acc = add_tile(
+                        x, seen, keys, v_base, slot, exists, v_slot, d_value, m, total, acc, DV, SHARE_KV, FP32, UPCAST
+                    )
+    # ---- merge of the splits, by the last to arrive
+    complete = True
+    if splits > 1:
+        heads = tl.num_programs(1)
+        group = item - split
+        lines = tl.arange(0, BLOCK_M)
+        place = (item * heads + head).to(tl.int64) * BLOCK_M + lines
+        tl.store(partial_acc + place[:, None] * V_BLOCK + d_value, acc)
+        tl.store(partial_ml + place * 2, m)
+        tl.store(partial_ml + place * 2 + 1, total)
+        tl.debug_barrier()
+        arrived = tl.atomic_add(arrivals + group * heads + head, 1, sem="acq_rel")
+        complete = arrived == splits - 1
+        wanted = 0
+        if complete:
+            tl.store(arrivals + group * heads + head, 0)
+            wanted = splits
+        m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        total = tl.zeros((BLOCK_M,), tl.float32)
+        acc = tl.zeros((BLOCK_M, V_BLOCK), tl.float32)
+        for s in range(0, wanted):
+            place = ((group + s) * heads + head).to(tl.int64) * BLOCK_M + lines
+            m_part = tl.load(partial_ml + place * 2, cache_modifier=".cg")
+            total_part = tl.load(partial_ml + place * 2 + 1, cache_modifier=".cg")
+            part = tl.load(partial_acc + place[:, None] * V_BLOCK + d_value, cache_modifier=".cg")
+            higher = tl.maximum(m, m_part)
+            base = tl.where(higher == float("-inf"), 0.0, higher)
+            old, new = tl.exp2(m - base), tl.exp2(m_part - base)
+            total = total * old + total_part * new
+            acc = acc * old[:, None] + part * new[:, None]
+            m = higher
+    # ---- out
+    denominator = total
+    m = tl.where(total > 0, m, 0.0)
+    if sinks is not None:
+        sink = tl.load(sinks + q_heads, mask=inside, other=0.0).to(tl.float32) * LOG2E
+        denominator = total + tl.exp2(tl.minimum(sink - m, 126.0))
+    result = acc * value_scale / tl.where(denominator > 0, denominator, 1.0)[:, None]
+    written = inside & complete
+    o_ptr = out + token * o_token + q_heads * o_head
+    tl.store(o_ptr[:, None] + d_value, result.to(out.dtype.element_ty), mask=written[:, None] & (d_value < DV))
+    if lse is not None:
+        value = tl.where(total > 0, (m + tl.log2(total)) * LN2, float("-inf"))
+        tl.store(lse + token * lse_token + q_heads, value, mask=written)

@@ -1,0 +1,243 @@
+"""The built-in GPU kernel: any CUDA GPU from sm_80 on, nothing but torch and triton."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from typing import Any
+
+import attrs
+import torch
+
+from faback.core.hooks import hookimpl
+from faback.core.kernel import Capabilities, KernelProvider, KernelRequest, Rejection
+from faback.core.layer import LayerKind
+from faback.core.segment import FEATURES, Segment
+from faback.core.workspace import Workspace
+from faback.kernels.triton.tiles import Tile, pick, power_of_two
+
+Tensor = torch.Tensor
+
+HALF = frozenset({torch.float16, torch.bfloat16})
+FP8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
+MAX_PLANNED_ROWS = 4096
+"""Rows that a program can plan over; a segment with more is refused."""
+FIXED_SPLIT_TILES = 16
+"""Tiles of a split in deterministic mode, where a request's result may depend on nothing but itself."""
+UNBOUNDED = 1 << 30
+
+
+def interpreting() -> bool:
+    """Whether Triton runs its kernels in Python, on CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+@attrs.frozen(eq=False)
+class Prepared:
+    """A launch, but for the layer's own tensors.
+
+    Attributes:
+        grid: work items, KV heads.
+        args: arguments of `attend` that all layers share, by name.
+        meta: its constants, warps and stages.
+    """
+
+    grid: tuple[int, int]
+    args: dict[str, Any]
+    meta: dict[str, Any]
+
+
+class TritonAttention(KernelProvider):
+    """One kernel for every `Segment`: `faback.kernels.triton.attend`."""
+
+    name = "triton"
+    priority = 100
+
+    def probe(self, device: torch.device) -> str | None:
+        if find_spec("triton") is None:
+            return "the package triton is not installed"
+        if device.type != "cuda" and not interpreting():
+            return f"needs a CUDA device, the pools are on {device.type}"
+        return None
+
+    def capabilities(self, device: torch.device) -> Capabilities:
+        return Capabilities(
+            devices=frozenset({"cuda", "cpu"} if interpreting() else {"cuda"}),
+            min_arch=None if interpreting() else 80,
+            q_dtypes=HALF | {torch.float32},
+            kv_dtypes=HALF | FP8 | {torch.float32},
+            max_head_dim=576,
+            features=frozenset(FEATURES),
+        )
+
+    def reject(self, request: KernelRequest, device: torch.device) -> tuple[Rejection, ...]:
+        found = list(super().reject(request, device))
+        wide = torch.float32
+        if request.kv_dtype == wide and request.q_dtype != wide:
+            found.append(Rejection(self.name, "dtypes", f"{request.q_dtype} queries on float32 keys", "equal dtypes"))
+        if request.arch and request.arch < 89 and request.kv_dtype == torch.float8_e4m3fn:
+            found.append(Rejection(self.name, "kv dtype", "float8_e4m3fn", "e4m3 from sm_89 on", "e5m2 runs on sm_80"))
+        return tuple(found)
+
+    def prepare(self, segment: Segment, layer: LayerKind, request: KernelRequest, ws: Workspace) -> Prepared:
+        group, heads = layer.group_size, layer.num_kv_heads
+        itemsize = request.q_dtype.itemsize
+        tile = pick(segment.max_seqlen_q * group, layer.head_dim, layer.v_head_dim, itemsize)
+        deterministic = "deterministic" in request.features
+        items, target, fixed = _sizes(segment, layer, tile, deterministic, ws)
+        args = _segment_args(segment)
+        args |= {"rows": segment.rows, "tokens": segment.tokens, "target": target, "reach": _reach(segment)}
+        args |= {"scale": layer.scale, "softcap": layer.softcap}
+        v_block = power_of_two(layer.v_head_dim)
+        splittable = items > segment.rows + -(-segment.tokens * group // tile.block_m) + 1
+        slots = items * heads if splittable else 1
+        args["partial_acc"] = ws.scratch("partial_acc", slots * tile.block_m * v_block, torch.float32)
+        args["partial_ml"] = ws.scratch("partial_ml", slots * tile.block_m * 2, torch.float32)
+        args["arrivals"] = ws.scratch("arrivals", slots, torch.int32)
+        return Prepared((items, heads), args, _constants(segment, layer, request, tile, fixed))
+
+    def run(
+        self,
+        prepared: Prepared,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        *,
+        lse: Tensor | None = None,
+        sinks: Tensor | None = None,
+        k_scale: float | Tensor | None = None,
+        v_scale: float | Tensor | None = None,
+    ) -> None:
+        from faback.kernels.triton.attend import attend
+
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        scaled = k_scale is not None or v_scale is not None
+        attend[prepared.grid](
+            q=q,
+            k=k,
+            v=v,
+            out=out,
+            lse=lse,
+            sinks=sinks,
+            k_scale=scale_tensor(k_scale, q.device) if scaled else None,
+            v_scale=scale_tensor(v_scale, q.device) if scaled else None,
+            q_token=q.stride(0),
+            q_head=q.stride(1),
+            k_slot=k.stride(0),
+            k_head=k.stride(1),
+            v_slot=v.stride(0),
+            v_head=v.stride(1),
+            o_token=out.stride(0),
+            o_head=out.stride(1),
+            lse_token=0 if lse is None else lse.stride(0),
+            SCALE_HEADS=int(any(isinstance(s, Tensor) and s.numel() > 1 for s in (k_scale, v_scale))),
+            **prepared.args,
+            **prepared.meta,
+        )
+        if out.shape[0] > prepared.args["tokens"]:
+            out[prepared.args["tokens"] :].zero_()
+            if lse is not None:
+                lse[prepared.args["tokens"] :].fill_(-torch.inf)
+
+
+def _sizes(segment: Segment, layer: LayerKind, tile: Tile, deterministic: bool, ws: Workspace) -> tuple[int, int, int]:
+    """Bound of the work items of one KV head, how many the plan aims at, and tiles per split if that is fixed."""
+    blocks = -(-segment.tokens * layer.group_size // tile.block_m) + segment.rows + 1
+    if deterministic:
+        tiles = -(-max(1, segment.max_kv_len) // tile.block_n)
+        return blocks * -(-tiles // FIXED_SPLIT_TILES), 1, FIXED_SPLIT_TILES
+    processors = ws.processors()
+    target = max(1, -(-processors * tile.waves // layer.num_kv_heads))
+    longest = -(-max(1, segment.max_kv_len) // (2 * tile.block_n))
+    return min(blocks + target, blocks * longest), target, 0
+
+
+def _reach(segment: Segment) -> int:
+    """How many keys besides its own queries a row can see at most."""
+    rule = segment.visibility
+    if rule.keep is not None:
+        return UNBOUNDED
+    left = UNBOUNDED if rule.window[0] is None else rule.window[0]
+    chunk = UNBOUNDED if rule.chunk is None else rule.chunk
+    return min(left, chunk) if rule.causal else UNBOUNDED
+
+
+def _segment_args(segment: Segment) -> dict[str, Any]:
+    """The segment's tensors and numbers, as the kernel names them; None for what it has not."""
+    view, tail, rule = segment.kv, segment.tail, segment.visibility
+    shard, shards = (0, 1) if view is None or view.shard is None else view.shard
+    offsets = segment.cu_seqlens_q if segment.cu_seqlens_k is None else segment.cu_seqlens_k
+    tails = None if tail is None else tail.slots
+    mask = None if tail is None or tail.mask is None else tail.mask.view(torch.uint8)
+    return {
+        "cu_seqlens_q": segment.cu_seqlens_q,
+        "q_len": segment.q_len,
+        "kv_len": segment.kv_len,
+        "positions": segment.positions,
+        "req_to_token": None if view is None else view.req_to_token,
+        "req_pool_indices": None if view is None else view.req_pool_indices,
+        "start": None if view is None else view.start,
+        "slot_map": None if view is None else view.slot_map,
+        "cu_seqlens_k": offsets if view is None else None,
+        "keep": rule.keep,
+        "row_window": rule.row_window,
+        "tail_lens": None if tail is None else tail.lens,
+        "tail_slots": tails,
+        "tail_mask": mask,
+        "tail_positions": None if tail is None else tail.positions,
+        "table_row": 0 if view is None else view.req_to_token.stride(0),
+        "tail_row": 0 if tails is None else tails.stride(0),
+        "mask_row": 0 if mask is None else mask.stride(0),
+        "left": rule.window[0] or 0,
+        "right": rule.window[1] or 0,
+        "chunk": rule.chunk or 1,
+        "shard": shard,
+        "shards": shards,
+    }
+
+
+def _constants(segment: Segment, layer: LayerKind, request: KernelRequest, tile: Tile, fixed: int) -> dict[str, Any]:
+    rule, tail, view = segment.visibility, segment.tail, segment.kv
+    main = max(16, power_of_two(layer.head_dim + 1) // 2)
+    rest = max(0, layer.head_dim - main)
+    v_block = power_of_two(layer.v_head_dim)
+    return {
+        "GROUP": layer.group_size,
+        "DK": layer.head_dim,
+        "DR": rest,
+        "DV": layer.v_head_dim,
+        "K_MAIN": main,
+        "K_REST": power_of_two(rest),
+        "V_BLOCK": v_block,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "ROWS": power_of_two(segment.rows + 1),
+        "FIXED_SPLIT": fixed,
+        "KEY_ROWS": view is not None and not view.dense,
+        "CAUSAL": rule.causal,
+        "HAS_LEFT": rule.window[0] is not None or rule.row_window is not None,
+        "HAS_RIGHT": rule.window[1] is not None,
+        "HAS_CHUNK": rule.chunk is not None,
+        "HAS_SOFTCAP": layer.softcap > 0,
+        "COMMITTED": segment.committed,
+        "HAS_TAIL": tail is not None,
+        "PER_QUERY": tail is not None and tail.per_query,
+        "SHARE_KV": layer.latent and layer.v_head_dim == main == v_block,
+        "FP32": request.q_dtype == torch.float32,
+        "UPCAST": interpreting(),
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+    }
+
+
+def scale_tensor(scale: float | Tensor | None, device: torch.device) -> Tensor:
+    """A scale as a float32 tensor on the device, 1 without one."""
+    if isinstance(scale, Tensor):
+        return scale
+    return torch.full((1,), 1.0 if scale is None else scale, dtype=torch.float32, device=device)
+
+
+@hookimpl
+def faback_kernels(device: torch.device) -> list[KernelProvider]:
+    return [TritonAttention()]
