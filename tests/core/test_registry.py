@@ -1,0 +1,373 @@
+"""Plugins: loading, blocking, conflicts, order; a bad one never takes the others with it."""
+
+import itertools
+import types
+
+import pytest
+import torch
+
+from faback import BackendConfig, BatchError, PluginError, hookimpl
+from faback.builtins import BUILTINS
+from faback.core.contracts import Mode, Overlay
+from faback.core.registry import Registry
+from faback.kernels.reference import Reference
+
+
+class Point:
+    """An entry point: a name, an object or an exception, and the distribution `acme-NAME 1.0`."""
+
+    def __init__(self, name, plugin, dist=None):
+        self.name, self._plugin = name, plugin
+        self.dist = types.SimpleNamespace(name=dist or f"acme-{name}", version="1.0")
+
+    def load(self):
+        if isinstance(self._plugin, BaseException):
+            raise self._plugin
+        return self._plugin
+
+
+class AnyMode(Mode):
+    def __init__(self, key, replaces=None):
+        self.key, self.replaces = key, replaces
+
+    def build(self, batch, ws, ctx):
+        raise ZeroDivisionError("bug in a plugin")
+
+
+class AnyOverlay(Overlay):
+    def __init__(self, key, after=(), priority=0, replaces=None):
+        self.key, self.after, self.priority, self.replaces = key, after, priority, replaces
+
+    def applies(self, layer):
+        return True
+
+    def transform(self, segment, layer, batch, ws, ctx):
+        return segment
+
+
+class Holder:
+    """Hashable, unlike a SimpleNamespace."""
+
+
+def holder(**attributes):
+    made = Holder()
+    vars(made).update(attributes)
+    return made
+
+
+def plugin(**hooks):
+    """A plugin object with the given hooks: values are functions, or what the hook returns."""
+
+    def implement(name, value):
+        if callable(value):
+            return hookimpl(value)
+        exec(f"def {name}(): return value", {"value": value}, namespace := {})  # noqa: S102 - no argument names
+        return hookimpl(namespace[name])
+
+    return holder(**{name: implement(name, value) for name, value in hooks.items()})
+
+
+def load(*points, **config):
+    return Registry.load(BackendConfig(context_len=8, **config), BUILTINS, points)
+
+
+def fate(registry, name):
+    return {record.name: record for record in registry.records}[name]
+
+
+CONFIG = BackendConfig(context_len=8)
+CPU = torch.device("cpu")
+GOOD = Point("good", plugin(faback_modes=[AnyMode("good")]))
+
+
+def raising(**kwargs):
+    raise RuntimeError("no such device")
+
+
+def test_builtins_load_first_and_all():
+    registry = load(GOOD)
+    assert [r.name for r in registry.records] == [*BUILTINS, "good"]
+    assert {r.status for r in registry.records} == {"loaded"}
+    assert {"decode", "extend", "mixed", "idle", "good"} <= set(registry.modes(CONFIG))
+    assert fate(registry, "good").distribution == "acme-good 1.0"
+
+
+def test_a_broken_import_is_recorded_and_the_others_work():
+    registry = load(Point("bad", ImportError("no module named cuda_magic")), GOOD)
+    assert fate(registry, "bad").status == "broken"
+    assert "cuda_magic" in fate(registry, "bad").problem and "Traceback" in fate(registry, "bad").problem
+    assert "good" in registry.modes(CONFIG)
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        {"faback_mods": [AnyMode("typo")], "faback_modes": [AnyMode("typo")]},
+        {"faback_modes": lambda wrong_argument: []},
+    ],
+    ids=["misspelt", "wrong argument"],
+)
+def test_a_wrong_hook_is_recorded_and_the_others_work(hook):
+    registry = load(Point("a-typo", plugin(**hook)), GOOD)
+    assert fate(registry, "a-typo").status == "broken"
+    assert "PluginValidationError" in fate(registry, "a-typo").problem
+    assert "typo" not in registry.modes(CONFIG)
+    assert "good" in registry.modes(CONFIG)
+
+
+def test_a_hook_that_raises_is_recorded_and_the_others_work():
+    registry = load(Point("bad", plugin(faback_modes=lambda: raising())), GOOD)
+    assert fate(registry, "bad").status == "loaded"
+    assert "good" in registry.modes(CONFIG)
+    assert fate(registry, "bad").status == "broken"
+    assert "faback_modes raised" in fate(registry, "bad").problem
+    assert "no such device" in fate(registry, "bad").problem
+
+
+@pytest.mark.parametrize("name", ["good", "no:good"])
+@pytest.mark.parametrize("way", ["config", "environment"])
+def test_blocking(monkeypatch, name, way):
+    if way == "environment":
+        monkeypatch.setenv("FABACK_DISABLE_PLUGINS", f"other, {name} ,")
+    registry = load(GOOD, disable_plugins=(name,) if way == "config" else ())
+    assert fate(registry, "good").status == "blocked"
+    assert "good" not in registry.modes(CONFIG)
+
+
+def test_a_blocked_plugin_is_not_even_imported():
+    assert fate(load(Point("bad", ImportError()), disable_plugins=["bad"]), "bad").status == "blocked"
+
+
+def test_a_builtin_can_be_blocked():
+    assert "decode" not in load(disable_plugins=("faback.modes.decode",)).modes(CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("points", "config", "got"),
+    [
+        ((), {}, "not installed"),
+        ((Point("p", ImportError("libmagic")),), {}, "libmagic"),
+        ((Point("p", plugin()),), {"disable_plugins": ("p",)}, "blocked"),
+    ],
+)
+def test_a_required_plugin(points, config, got):
+    with pytest.raises(PluginError, match=f"(?s)required plugin 'p': wanted loaded.*{got}"):
+        load(*points, require_plugins=("p",), **config)
+    assert load(Point("p", plugin()), require_plugins=("p",))
+
+
+@pytest.mark.xfail(strict=True, reason="only the import is looked at; the hooks are called later")
+def test_a_required_plugin_whose_hook_raises_is_an_error(world, layer):
+    with pytest.raises(PluginError, match="required plugin 'p'"):
+        world([layer()], [1], [1], points=[Point("p", plugin(faback_modes=lambda: raising()))], require_plugins=["p"])
+
+
+@pytest.mark.parametrize(
+    ("hook", "make", "collect"),
+    [
+        ("faback_modes", lambda: AnyMode("same"), lambda r: r.modes(CONFIG)),
+        ("faback_overlays", lambda: AnyOverlay("same"), lambda r: r.overlays(CONFIG)),
+        ("faback_kernels", Reference, lambda r: r.kernels(CPU)),
+    ],
+)
+def test_one_key_twice_names_both_distributions(hook, make, collect):
+    registry = load(Point("a", plugin(**{hook: [make()]})), Point("b", plugin(**{hook: [make()]})))
+    with pytest.raises(PluginError) as caught:
+        collect(registry)
+    first, second = ("faback ", "acme-a 1.0") if hook == "faback_kernels" else ("acme-a 1.0", "acme-b 1.0")
+    assert first in str(caught.value) and second in str(caught.value)
+    assert "FABACK_DISABLE_PLUGINS" in caught.value.hint
+
+
+@pytest.mark.parametrize("names", [("a", "zz"), ("zz", "a")])
+def test_replaces_whatever_the_order(names):
+    one = Point(names[0], plugin(faback_modes=[AnyMode("same")]))
+    two = Point(names[1], plugin(faback_modes=[AnyMode("same", replaces="same")]))
+    assert load(one, two).modes(CONFIG)["same"].plugin == names[1]
+
+
+def test_replaces_a_builtin_mode_and_a_kernel_under_another_key():
+    class Faster(Reference):
+        name, replaces = "faster", "reference"
+
+    modes, kernels = [AnyMode("decode", replaces="decode")], [Faster()]
+    registry = load(Point("p", plugin(faback_modes=modes, faback_kernels=kernels)))
+    assert registry.modes(CONFIG)["decode"].value is modes[0]
+    names = [c.value.name for c in registry.kernels(CPU)]
+    assert "faster" in names and "reference" not in names
+
+
+def test_two_replacements_of_one_key_collide():
+    points = [Point(n, plugin(faback_modes=[AnyMode("decode", replaces="decode")])) for n in "ab"]
+    with pytest.raises(PluginError, match="acme-a 1.0.*acme-b 1.0"):
+        load(*points).modes(CONFIG)
+
+
+@pytest.mark.xfail(strict=True, reason="the second registration fails and takes the first plugin of that name away")
+def test_two_plugins_of_one_name_do_not_silence_each_other():
+    first = Point("same", plugin(faback_modes=[AnyMode("first")]), "one")
+    second = Point("same", plugin(faback_modes=[AnyMode("second")]), "two")
+    registry = load(first, second)
+    loaded = [r for r in registry.records if r.name == "same" and r.status == "loaded"]
+    assert {"first", "second"} & set(registry.modes(CONFIG)), f"{len(loaded)} loaded, none at work"
+
+
+@pytest.mark.xfail(strict=True, reason="likewise")
+def test_an_entry_point_cannot_switch_a_builtin_off_by_its_name():
+    assert "decode" in load(Point("faback.modes.decode", plugin())).modes(CONFIG)
+
+
+@pytest.mark.xfail(strict=True, raises=TypeError, reason="pluggy puts plugins into a set, and not within the try")
+def test_an_unhashable_plugin_does_not_take_all_others_down():
+    namespace = types.SimpleNamespace(faback_modes=hookimpl(lambda: [AnyMode("odd")]))
+    assert "good" in load(Point("odd", namespace), GOOD).modes(CONFIG)
+
+
+@pytest.mark.xfail(strict=True, raises=AttributeError, reason="what a hook returns is not checked")
+@pytest.mark.parametrize("junk", [object(), "decode"])
+def test_a_hook_that_returns_junk_is_named_or_recorded(junk):
+    registry = load(Point("bad", plugin(faback_modes=[junk])), GOOD)
+    try:
+        modes = registry.modes(CONFIG)
+    except PluginError as error:
+        assert "bad" in str(error)
+    else:
+        assert "good" in modes and fate(registry, "bad").status == "broken"
+
+
+def keys(overlays):
+    orders = set()
+    for order in itertools.permutations(overlays):
+        points = [Point(f"p{i}", plugin(faback_overlays=[o])) for i, o in enumerate(order)]
+        found = [c.value.key for c in load(*points).overlays(CONFIG)]
+        orders.add(tuple(k for k in found if k in {o.key for o in overlays}))
+    assert len(orders) == 1, "the order depends on the registration"
+    return orders.pop()
+
+
+def test_overlay_order_by_key_priority_and_after():
+    assert keys([AnyOverlay("b"), AnyOverlay("a"), AnyOverlay("c")]) == ("a", "b", "c")
+    assert keys([AnyOverlay("b"), AnyOverlay("a"), AnyOverlay("c", priority=1)]) == ("c", "a", "b")
+    assert keys([AnyOverlay("b"), AnyOverlay("a", after=("b",)), AnyOverlay("c")]) == ("b", "a", "c")
+    assert keys([AnyOverlay("b"), AnyOverlay("a", after=("b",), priority=9), AnyOverlay("c")]) == ("b", "a", "c")
+    assert keys([AnyOverlay("b"), AnyOverlay("a", after=("nobody",))]) == ("a", "b")
+    assert keys([AnyOverlay("a", after=("b",)), AnyOverlay("b", after=("c",)), AnyOverlay("c")]) == ("c", "b", "a")
+
+
+def test_cyclic_after_names_the_members():
+    overlays = [AnyOverlay("a", after=("b",)), AnyOverlay("b", after=("a",))]
+    with pytest.raises(PluginError, match="no cycle in `after`.*a .acme-p 1.0.*b .acme-p 1.0."):
+        load(Point("p", plugin(faback_overlays=overlays))).overlays(CONFIG)
+
+
+def test_register_by_hand():
+    registry = load()
+    registry.register(plugin(faback_modes=[AnyMode("mine")]), "mine")
+    assert registry.modes(CONFIG)["mine"].distribution == "registered by hand"
+    with pytest.raises(PluginError, match="typo"):
+        registry.register(plugin(faback_typo=[]), "typo")
+
+
+def rank_with(hook):
+    return load(Point("ranker", holder(faback_rank=hookimpl(hook))))
+
+
+def test_rank_reorders_drops_and_abstains():
+    def reverse(request, candidates):
+        return candidates[::-1] if request == "reverse" else candidates[:1] if request == "drop" else None
+
+    first, second = Reference(), Reference()
+    registry = rank_with(reverse)
+    assert registry.rank("reverse", [first, second]) == [second, first]
+    assert registry.rank("drop", [first, second]) == [first]
+    assert registry.rank("other", [first, second]) == [first, second]
+
+
+def test_rank_never_adds():
+    with pytest.raises(PluginError, match="selection of the candidates.*reference"):
+        rank_with(lambda request, candidates: [Reference()]).rank("x", [Reference()])
+
+
+def test_observers_see_each_plan(world, layer):
+    seen = []
+
+    def faback_planned(plan):
+        seen.append(plan)
+
+    point = Point("p", holder(faback_planned=hookimpl(faback_planned)))
+    made = world([layer()], [2], [1], points=[point])
+    plans = [made.backend.plan(made.batch("decode")) for _ in range(2)]
+    assert seen == plans
+
+
+def hook_raising(name):
+    def faback_planned(plan):
+        raise RuntimeError("metrics are down")
+
+    def faback_rank(request):
+        raise RuntimeError("metrics are down")
+
+    return Point("meddler", holder(**{name: hookimpl(locals()[name])}))
+
+
+@pytest.mark.xfail(strict=True, raises=RuntimeError, reason="these two hooks are called unguarded")
+@pytest.mark.parametrize("hook", ["faback_planned", "faback_rank"])
+def test_a_late_hook_that_raises_is_named(world, layer, hook):
+    try:
+        made = world([layer()], [2], [1], points=[hook_raising(hook)])
+        made.backend.plan(made.batch("decode"))
+    except PluginError as error:
+        assert "meddler" in str(error)
+
+
+def test_an_exception_in_a_mode_names_plugin_and_distribution(world, layer):
+    made = world([layer()], [2], [1], points=[Point("p", plugin(faback_modes=[AnyMode("mine")]))])
+    with pytest.raises(PluginError) as caught:
+        made.backend.plan(made.batch("mine"))
+    for part in ("build", "mine", "acme-p 1.0", "'p'", "bug in a plugin", "FABACK_DISABLE_PLUGINS=p"):
+        assert part in str(caught.value)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def test_an_error_of_faback_passes_as_it_is(world, layer):
+    class Picky(AnyMode):
+        def build(self, batch, ws, ctx):
+            raise BatchError("batch.extras", wanted="a colour")
+
+    made = world([layer()], [2], [1], points=[Point("p", plugin(faback_modes=[Picky("mine")]))])
+    with pytest.raises(BatchError, match="a colour"):
+        made.backend.plan(made.batch("mine"))
+
+
+@pytest.mark.parametrize("method", ["applies", "transform"])
+def test_an_exception_in_an_overlay_names_it(world, layer, method):
+    overlay = AnyOverlay("odd")
+    setattr(overlay, method, raising_method)
+    with pytest.raises(PluginError, match="odd .acme-p 1.0."):
+        made = world([layer()], [2], [1], points=[Point("p", plugin(faback_overlays=[overlay]))])
+        made.backend.plan(made.batch("decode"))
+
+
+def raising_method(*args):
+    raise KeyError("odd")
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "probe",
+        *(
+            pytest.param(name, marks=pytest.mark.xfail(strict=True, raises=KeyError, reason="kernels are not guarded"))
+            for name in ("capabilities", "reject", "prepare")
+        ),
+    ],
+)
+def test_an_exception_in_a_kernel_names_it(world, layer, method):
+    class Odd(Reference):
+        name, priority = "odd", 99
+
+    kernel = Odd()
+    setattr(kernel, method, raising_method)
+    with pytest.raises(PluginError, match="odd"):
+        made = world([layer()], [2], [1], points=[Point("p", plugin(faback_kernels=[kernel]))])
+        made.backend.plan(made.batch("decode"))
