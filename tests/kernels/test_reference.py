@@ -34,12 +34,16 @@ def naive(segment, layer, q, k, v, sinks=None):
             token = offsets[row] + j
             p = length + count - queries + j if segment.positions is None else int(segment.positions[token])
             seen = []
+            left, right = rule.window
+            if rule.row_window is not None:
+                left = int(rule.row_window[row])
+            index, step = (0, 1) if view is None or view.shard is None else view.shard
             for t in range(length):
-                left, right = rule.window
-                near = (left is None or t >= p - left) and (right is None or t <= p + right)
-                near = near and (rule.chunk is None or t // rule.chunk == p // rule.chunk)
-                kept = rule.keep is not None and t < int(rule.keep[row])
-                if (near or kept) and (t <= p or not rule.causal):
+                at = t * step + index
+                near = (left is None or at >= p - left) and (right is None or at <= p + right)
+                near = near and (rule.chunk is None or at // rule.chunk == p // rule.chunk)
+                kept = rule.keep is not None and at < int(rule.keep[row])
+                if (near or kept) and (at <= p or not rule.causal):
                     if view is None:
                         starts = segment.cu_seqlens_q if segment.cu_seqlens_k is None else segment.cu_seqlens_k
                         slot = int(starts[row]) + t
@@ -50,7 +54,6 @@ def naive(segment, layer, q, k, v, sinks=None):
                     seen.append(slot)
             for c in range(count):
                 t = length + c if tail.positions is None else int(tail.positions[offsets[row] + c])
-                left, right = rule.window
                 near = (left is None or t >= p - left) and (right is None or t <= p + right)
                 near = near and (rule.chunk is None or t // rule.chunk == p // rule.chunk)
                 allowed = t <= p or not rule.causal if tail.mask is None else bool(tail.mask[token, c])
@@ -106,6 +109,7 @@ def some_segment(seed, **forced):
     pick = random.Random(seed)
     chance = {name: pick.random() < 0.4 for name in ("causal_off", "left", "right", "chunk", "keep", "tail", "start")}
     chance |= {name: pick.random() < 0.3 for name in ("slot_map", "raw", "positions", "q_len", "tree", "branches")}
+    chance |= {name: pick.random() < 0.2 for name in ("row_window", "shard")}
     chance |= forced
     rows = pick.randint(1, 5)
     queries = [pick.choice([0, 1, 2, 5, 9]) for _ in range(rows)]
@@ -123,6 +127,7 @@ def some_segment(seed, **forced):
             1,
             start=int32([pick.randint(0, 9) for _ in range(rows)]) if chance["start"] else None,
             slot_map=torch.randperm(SLOTS, generator=mask_rows) if chance["slot_map"] else None,
+            shard=pick.choice([(0, 2), (1, 2), (2, 3)]) if chance["shard"] and not chance["tail"] else None,
         )
     if chance["tail"] and view is not None:
         lens = [min(n, pick.randint(0, 4)) for n in queries]
@@ -141,7 +146,7 @@ def some_segment(seed, **forced):
             tail = attrs.evolve(tail, positions=None)
             ends = [kv_len[r] + lens[r] - 1 for r in range(rows) for _ in range(queries[r])]
             positions = int32([*ends, *[0] * (tokens - len(ends))])
-    if chance["positions"] and positions is None:
+    if (chance["positions"] or (view is not None and view.shard)) and positions is None:
         positions = torch.randint(0, 25, (tokens,), generator=mask_rows).int()
     cu_seqlens_k = int32([sum(kv_len[:i]) for i in range(rows + 1)])
     segment = Segment(
@@ -157,6 +162,9 @@ def some_segment(seed, **forced):
             window=(pick.randint(0, 6) if chance["left"] else None, pick.randint(0, 6) if chance["right"] else None),
             chunk=pick.choice([1, 3, 4, 7]) if chance["chunk"] else None,
             keep=int32([pick.randint(0, 12) for _ in range(rows)]) if chance["keep"] else None,
+            row_window=int32([pick.randint(0, 6) for _ in range(rows)])
+            if chance["left"] and chance["row_window"]
+            else None,
         ),
         tail=tail,
         positions=positions,
@@ -164,9 +172,6 @@ def some_segment(seed, **forced):
         q_len=int32([pick.randint(0, n) for n in queries]) if chance["q_len"] and tail is None else None,
     )
     return segment.check("the test")
-
-
-BEYOND_KEEP = {"causal_off", "keep", "right"}, {"causal_off", "keep", "chunk"}
 
 
 @pytest.mark.parametrize("seed", range(250))
