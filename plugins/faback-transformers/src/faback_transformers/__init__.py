@@ -1,0 +1,28 @@
+"""faback for Transformers: paged attention with continuous batching for any decoder-only model.
+
+Importing the package registers the attention implementation "faback".
+"""
+
+from faback_transformers.attention import NAME, AttentionContext, PagedContext, attending, register
+from faback_transformers.generator import PagedGenerator
+from faback_transformers.layers import layers_of
+from faback_transformers.requests import Completion, Event, Sampling
+from faback_transformers.stats import Stats
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "NAME",
+    "AttentionContext",
+    "Completion",
+    "Event",
+    "PagedContext",
+    "PagedGenerator",
+    "Sampling",
+    "Stats",
+    "attending",
+    "layers_of",
+    "register",
+]
+
+register()

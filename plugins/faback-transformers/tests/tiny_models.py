@@ -1,0 +1,69 @@
+"""Small random models with the variations of attention that there are, and prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
+
+SIZES = {"vocab_size": 97, "intermediate_size": 64, "num_hidden_layers": 3, "initializer_range": 0.3}
+HYBRID = {
+    **SIZES,
+    "hidden_size": 48,
+    "head_dim": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "sliding_window": 9,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "tie_word_embeddings": False,  # else a random model repeats its last token
+}
+
+
+def llama(heads: int = 6, kv_heads: int = 2) -> PreTrainedModel:
+    return LlamaForCausalLM(
+        LlamaConfig(**SIZES, hidden_size=8 * heads, num_attention_heads=heads, num_key_value_heads=kv_heads)
+    )
+
+
+def gemma3() -> PreTrainedModel:
+    return Gemma3ForCausalLM(Gemma3TextConfig(**{**HYBRID, "num_key_value_heads": 1}, query_pre_attn_scalar=24))
+
+
+def gemma2() -> PreTrainedModel:
+    return Gemma2ForCausalLM(Gemma2Config(**HYBRID, attn_logit_softcapping=2.0))
+
+
+def gpt_oss() -> PreTrainedModel:
+    model = GptOssForCausalLM(GptOssConfig(**HYBRID, num_local_experts=2, num_experts_per_tok=1))
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.self_attn.sinks)
+    return model
+
+
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama": llama,
+    "five_to_one": lambda: llama(10, 2),
+    "seven_to_one": lambda: llama(7, 1),
+    "gemma3": gemma3,
+    "gemma2": gemma2,
+    "gpt_oss": gpt_oss,
+}
+
+PROMPTS: tuple[tuple[int, ...], ...] = (
+    (1, 2, 3),
+    tuple(5 + 7 * i % 80 for i in range(40)),
+    (3,),
+    tuple(11 + 5 * i % 60 for i in range(17)),
+    tuple(2 + i for i in range(16)),
+)
