@@ -170,6 +170,23 @@ def check_equal(problem, result):
         torch.testing.assert_close(got.double(), wanted, atol=2e-5, rtol=0)
 
 
+def check_padding_tokens(lowering):
+    """No row at all, and tokens nevertheless, as a rank without work has them."""
+    segment = Segment(
+        rows=0,
+        tokens=2,
+        cu_seqlens_q=torch.zeros(1, dtype=torch.int32),
+        max_seqlen_q=0,
+        kv_len=torch.zeros(0, dtype=torch.int32),
+        max_kv_len=0,
+        kv=KVView(torch.full((2, 3), -1), torch.zeros(0, dtype=torch.int32), 1),
+        visibility=Visibility(window=(3, None)),
+    )
+    nothing = torch.full((1, 2, 4), math.nan)
+    problem = Problem(segment, torch.zeros(2, 4, 4), nothing, nothing[..., :3], torch.zeros(4))
+    check_equal(problem, problem.lowered(lowering))
+
+
 class Draw:
     """Random segments.
 
@@ -177,7 +194,7 @@ class Draw:
         seed: decides everything that is left open.
         page: tokens per page.
         has: features that the segment has for certain ("chunk", "window", "keep", "start", ...).
-        never: features that it never has.
+        never: features that it never has; "huge": table entries far outside the pool.
         tails: kinds of tail from `TAILS` that it may have; it has one if "tail" is in `has`.
     """
 
@@ -191,10 +208,10 @@ class Draw:
 
     def problem(self):
         rng, page = self.rng, self.page
-        raw = self.wants("raw_kv", 0.15)
+        raw = self.wants("raw_kv", 0.15) and self._has.isdisjoint({"tail", "start", "slot_map", "sharded"})
         tail_kind = rng.choice(self._tails) if not raw and self.wants("tail", 0.4) else None
         sharded = not raw and tail_kind is None and self.wants("sharded", 0.15)
-        rows = rng.choice([0, 1, 2, 3, 4]) if not self._has & {"rows"} else rng.randint(1, 4)
+        rows = rng.randint(1, 4) if "rows" in self._has else rng.choice([0, 1, 2, 3, 4])
         lens = [rng.choice([0, 1, page, page + 1, rng.randint(0, 20)]) for _ in range(rows)]
         branch = tail_kind == "branches"
         spans = [3 if branch else rng.choice([0, 1, 1, 2, rng.randint(0, 7)]) for _ in range(rows)]
@@ -205,11 +222,13 @@ class Draw:
         rows_of = [0 if not raw and rng.random() < 0.15 else row for row in rng.sample(range(1, 9), rows)]
         q_lens = [rng.randint(0, span) for span in spans] if not branch and self.wants("q_len") else None
         sizes = [min(span, 4) if tail_kind else 0 for span in spans]
-        sizes = [0 if row == 0 else rng.randint(1, 3) if branch else size for size, row in zip(sizes, rows_of, strict=True)]
+        if branch:
+            sizes = [rng.randint(1, 3) for _ in sizes]
+        sizes = [size if row else 0 for size, row in zip(sizes, rows_of, strict=True)]
         tree = tail_kind is not None and "tree" in tail_kind
         if tree:
             spans = sizes = [min(span, 4) for span in spans]
-            sizes = [0 if row == 0 else size for size, row in zip(sizes, rows_of, strict=True)]
+            sizes = [size if row else 0 for size, row in zip(sizes, rows_of, strict=True)]
             q_lens = None
         tokens = sum(spans) + rng.choice([0, 0, 2])
         starts = [rng.randint(0, page + 2) for _ in range(rows)] if not raw and self.wants("start") else None
@@ -220,7 +239,7 @@ class Draw:
         tail, positions = None, None
         if tail_kind:
             tail = self.tail(tail_kind, sizes, spans, tokens, store, live)
-            if tree or branch:
+            if tree or branch or "behind" in self._has:
                 positions = self.standing(tail_kind, lens, sizes, spans, tokens)
                 tail = attrs.evolve(tail, positions=positions if tree else None)
         if positions is None and self.wants("positions", 0.25):
@@ -267,11 +286,11 @@ class Draw:
         if raw:
             return {"slots": keys + 2, "free": [], "table": None}
         need = sum(-(-depth // page) for depth in depths)
-        ids = list(range(1, need + 20))
+        ids = list(range(1, need + 40))
         rng.shuffle(ids)
         width = max([1, *depths]) + rng.choice([0, 0, 3])
         total = (len(ids) + 1) * page
-        spoilt = rng.choice([-1, 2**30, None])
+        spoilt = rng.choice([-1, None] if "huge" in self._never else [-1, 2**30, None])
         table = torch.full((9, width), 0 if spoilt is None else spoilt)
         if spoilt is None:
             table = torch.randint(0, total, (9, width), generator=torch.Generator().manual_seed(rng.getrandbits(31)))
@@ -299,9 +318,11 @@ class Draw:
         size = max([1, *sizes]) + self.rng.choice([0, 1])
         slots, mask = None, None
         if kind in ("slots", "slots tree", "branches"):
-            owners = [b for b, span in enumerate(spans) for _ in range(span)] if kind == "branches" else range(len(sizes))
+            owners = range(len(sizes))
+            if kind == "branches":
+                owners = [b for b, span in enumerate(spans) for _ in range(span)]
             count = tokens if kind == "branches" else len(sizes)
-            table = torch.full((count, size), 2**30 if self.rng.random() < 0.5 else -1)
+            table = torch.full((count, size), -1 if "huge" in self._never else self.rng.choice([-1, 2**30]))
             for line, b in enumerate(owners):
                 own = [store["free"].pop() for _ in range(sizes[b])]
                 live.update(own)

@@ -1,0 +1,62 @@
+"""start offset, slot map, keys of the batch -> tables."""
+
+import pytest
+
+from faback.core.lowering.dense_table import DenseTable
+
+from .problems import CONTEXT, PAGES, TAILS, Draw, check_equal, slot_of, workspace
+
+KINDS = ("start", "slot_map", "raw_kv")
+UNSUITED = {"sharded", "tail_only"}
+NEVER = UNSUITED | {"huge"}
+
+
+@pytest.mark.parametrize("feature", KINDS)
+@pytest.mark.parametrize("page", PAGES)
+def test_dense_table_is_the_whole(page, feature):
+    for seed in range(8):
+        problem = Draw(seed, page, has={feature}, never=NEVER | {"raw_kv"} - {feature}).problem()
+        check_equal(problem, problem.lowered(DenseTable()))
+
+
+@pytest.mark.parametrize("tail", TAILS)
+def test_dense_table_with_a_tail_is_the_whole(tail):
+    for seed in range(16):
+        has = {"tail", "behind", KINDS[seed % 2]}
+        problem = Draw(seed, PAGES[seed % 4], has=has, never=NEVER | {"raw_kv"}, tails=(tail,)).problem()
+        check_equal(problem, problem.lowered(DenseTable()))
+
+
+TRANSLATED = pytest.mark.xfail(strict=True, reason="tail slots behind a row's tail are looked up in the slot map")
+
+
+@pytest.mark.parametrize(
+    "tail",
+    [None, "continued", "continued tree", *(pytest.param(t, marks=TRANSLATED) for t in TAILS if "continued" not in t)],
+)
+def test_table_entries_that_no_token_owns_are_not_translated(tail):
+    """2**30 is far outside the slot map; a row that is padding, or has no key yet, may hold it."""
+    for seed in range(16):
+        has = {"slot_map"} | ({"tail"} if tail else set())
+        never = UNSUITED | {"raw_kv"} | (set() if tail else {"tail"})
+        problem = Draw(seed, 4, has=has, never=never, tails=(tail,)).problem()
+        check_equal(problem, problem.lowered(DenseTable()))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_pages_stay_whole_under_a_slot_map(page):
+    never = NEVER | {"start", "raw_kv", "tail"}
+    problem = Draw(4, page, has={"slot_map", "rows"}, never=never).problem()
+    (part,) = DenseTable().lower(problem.segment, workspace(), CONTEXT)
+    assert part.kv.page_size == page
+    for row, length in enumerate(part.kv_len.tolist()):
+        slots = part.kv.req_to_token[row, :length]
+        assert slots.tolist() == [slot_of(problem.segment, row, t) for t in range(length)]
+        assert all(slot % page == t % page for t, slot in enumerate(slots.tolist()))
+
+
+@pytest.mark.parametrize("feature", sorted(UNSUITED))
+def test_what_a_table_of_rows_cannot_say_is_refused(feature):
+    problem = Draw(1, 4, has={"slot_map"}, never=NEVER | {"raw_kv"}).problem()
+    assert DenseTable().becomes(problem.request())
+    assert DenseTable().becomes(problem.request(feature)) == ()
