@@ -213,10 +213,7 @@ def embedding_seeds(group, **options):
     return [seed for seed in range(12) if made(seed=seed, mode="embedding", **options).layers[0].kv_group == group][:3]
 
 
-GROUPS = [
-    "none",
-    pytest.param("full", marks=pytest.mark.xfail(strict=True, reason="the kit expects keys to be stored")),
-]
+GROUPS = ["none", "full"]
 
 
 @pytest.mark.parametrize("group", GROUPS)
