@@ -162,6 +162,8 @@ class _Realiser:
                 fields[f"{name}_cpu"] = torch.tensor(step.fields[name], dtype=self._index_dtype())
         if step.custom_mask is not None:
             fields["custom_mask"] = torch.tensor(step.custom_mask, dtype=torch.bool)
+        if step.extras:
+            fields["extras"] = {n: torch.tensor(v, dtype=self._index_dtype()) for n, v in step.extras.items()}
         return ForwardBatch(forward_mode=step.mode, **fields, **step.scalars)  # type: ignore[arg-type]
 
     def _call(self, step: StepScript, layer: AttentionLayer) -> LayerCall:

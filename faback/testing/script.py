@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import attrs
@@ -15,6 +16,7 @@ from faback.testing.visibility import ENCODER, Facts, Token
 
 PADDING_ROW = 0
 PADDING_SLOT = 0
+EMPTY: Mapping[str, list[int]] = MappingProxyType({})
 
 
 @attrs.define
@@ -64,6 +66,7 @@ class StepScript:
         loose: padding tokens behind the last row.
         fields: index tensors of the batch, by field name.
         scalars: other fields of the batch.
+        extras: index tensors among the batch's extras, by name.
         custom_mask: flat tree mask.
         encoder: encoder tokens that are written, in order; None where the pass brings none.
         table: live columns of the rows of `req_to_token`, by row.
@@ -76,6 +79,7 @@ class StepScript:
     loose: int = 0
     fields: Mapping[str, list[int]]
     scalars: Mapping[str, Any] = attrs.field(factory=dict)
+    extras: Mapping[str, list[int]] = EMPTY
     custom_mask: list[bool] | None = None
     encoder: tuple[Token, ...] | None = None
     table: Mapping[int, list[int]]
@@ -234,6 +238,7 @@ def extend_step(
     mode: str = "extend",
     fresh_encoder: Sequence[Request] = (),
     later: Sequence[Request] = (),
+    extras: Mapping[str, list[int]] = EMPTY,
 ) -> None:
     """Some new tokens per request.
 
@@ -242,6 +247,7 @@ def extend_step(
         mode: "extend", "mixed", "draft_extend" or "embedding".
         fresh_encoder: requests that bring their encoder tokens in this pass.
         later: requests whose prompt is behind them (decode rows of a mixed batch).
+        extras: index tensors for `ForwardBatch.extras`, one entry per request.
     """
     padding, loose = script.padding(), script.options.padded_tokens
     prefixes = [request.text for request, _ in news]
@@ -250,19 +256,38 @@ def extend_step(
         queries = tuple(script.grow(request, count))
         facts = facts_of(script, request, later=request in later)
         rows.append(RowScript(request=request, queries=queries, keys=script.known(request), facts=facts))
-    ones = script.rng.randint(0, 1) if mode == "mixed" else 0
+    stride = None
+    if script.options.strided_rows and mode == "draft_extend":
+        stride = max([script.options.num_draft_tokens, *(count for _, count in news)])
+    ones = stride or (script.rng.randint(0, 1) if mode == "mixed" else 0)
+    if stride is not None:
+        rows = [attrs.evolve(row, queries=row.queries + (None,) * (stride - len(row.queries))) for row in rows]
     rows += [RowScript(request=None, queries=(None,) * ones) for _ in padding]
     requests: list[Request | None] = [request for request, _ in news]
-    fields = script.shared_fields([*requests, *padding], [r.text for r, _ in news] + [ones for _ in padding])
+    fields = script.shared_fields([*requests, *padding], [r.text for r, _ in news] + [ones and 1 for _ in padding])
     flat = [query for row in rows for query in row.queries] + [None] * loose
     fields["out_cache_loc"] = script.slots(flat)
     fields["positions"] = [0 if query is None else query.position for query in flat]
-    fields["extend_seq_lens"] = [len(row.queries) for row in rows]
+    fields["extend_seq_lens"] = [count for _, count in news] + [0 if stride else ones for _ in padding]
     fields["extend_prefix_lens"] = prefixes + [0 for _ in padding]
     encoder = _encoder_writes(script, fresh_encoder, fields) if script.options.overlay == "cross" else None
     table = {request.row: script.columns(request, request.text) for request, _ in news}
+    if mode == "embedding":
+        for name in ("out_cache_loc", "extend_prefix_lens"):
+            del fields[name]
     script.steps.append(
-        StepScript(mode=mode, rule=mode, rows=tuple(rows), loose=loose, fields=fields, encoder=encoder, table=table)
+        StepScript(
+            mode=mode,
+            rule=mode,
+            rows=tuple(rows),
+            loose=loose,
+            fields=fields,
+            scalars={} if stride is None else {"token_stride": stride},
+            extras={name: values + [0 for _ in padding] for name, values in extras.items()},
+            encoder=encoder,
+            table=table,
+            stores=mode != "embedding",
+        )
     )
 
 

@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from faback.testing.options import Options
+from faback.testing.prefill_aware import prefill_aware
 from faback.testing.script import RowScript, Script, StepScript, decode_step, extend_step
+from faback.testing.speculative import draft_step, verify_step
 
 
 def decode(script: Script) -> None:
@@ -34,6 +36,23 @@ def draft_extend(script: Script) -> None:
     if script.options.lengths is None:
         lengths = [(cached, script.rng.randint(0, limit)) for cached, _ in lengths]
     _extend(script, lengths, "draft_extend")
+
+
+def draft_decode(script: Script) -> None:
+    """One step of drafting behind texts of many lengths."""
+    draft_step(script, [script.request(cached=cached) for cached, _ in script.lengths()])
+
+
+def target_verify(script: Script) -> None:
+    """Drafted tokens behind texts of many lengths, no text among them."""
+    draw = script.options.lengths is None
+    lengths = [0 if draw and script.rng.random() < 0.15 else cached for cached, _ in script.lengths()]
+    verify_step(script, [script.request(cached=cached) for cached in lengths])
+
+
+def embedding(script: Script) -> None:
+    """Whole texts, of which nothing is kept."""
+    _extend(script, [(0, sum(pair)) for pair in script.lengths(new=True)], "embedding")
 
 
 def idle(script: Script) -> None:
@@ -64,12 +83,24 @@ def _extend(script: Script, lengths: list[tuple[int, int]], mode: str) -> None:
 
 
 STORIES: Mapping[str, Callable[[Script], None]] = MappingProxyType(
-    {"decode": decode, "extend": extend, "mixed": mixed, "draft_extend": draft_extend, "idle": idle}
+    {
+        "decode": decode,
+        "extend": extend,
+        "mixed": mixed,
+        "idle": idle,
+        "draft_decode": draft_decode,
+        "target_verify": target_verify,
+        "draft_extend": draft_extend,
+        "embedding": embedding,
+    }
 )
 
 
 def told(options: Options) -> Script:
     """The script of a scenario."""
     script = Script(options)
-    STORIES[options.mode](script)
+    if options.overlay == "prefill_aware":
+        prefill_aware(script)
+    else:
+        STORIES[options.mode](script)
     return script
