@@ -15,7 +15,7 @@ from faback.core.errors import BatchError, ConfigError
 from faback.core.explain import Explanation
 from faback.core.kernel import KernelRequest
 from faback.core.layer import AttentionLayer, LayerKind
-from faback.core.plan import Arguments, Plan, Step, prepare_calls
+from faback.core.plan import Arguments, Plan, Preparation, Step
 from faback.core.pools import Pools
 from faback.core.registry import Contribution, Registry
 from faback.core.segment import Segment
@@ -60,6 +60,10 @@ class AttentionBackend:
         self._modes = self.registry.modes(config)
         self._overlays = self.registry.overlays(config)
         self._selector = Selector(config, self.registry, self.device)
+        typos = sorted(set(_named_modes(config)) - set(self._modes) - {"default"})
+        if typos:
+            wanted = f"forward modes {sorted(self._modes)} or 'default'"
+            raise ConfigError("config.kernels", wanted=wanted, got=", ".join(typos))
         self._ops = self.registry.device_ops(self.device)
         self._constants: dict[Any, Tensor] = {}
         self._arch = _arch(self.device)
@@ -80,32 +84,34 @@ class AttentionBackend:
         """The kernels there are, and how one is chosen."""
         return self._selector
 
-    def plan(self, batch: ForwardBatch) -> Plan:
+    def plan(self, batch: ForwardBatch, *, return_lse: bool = False) -> Plan:
         """Builds the metadata of one forward pass for all layers. Reads the batch, never changes it.
 
         Args:
             batch: the batch; its tensors must stay as they are until the last `forward`.
+            return_lse: choose kernels that can return their log-sum-exp; without it `forward` can return one where the
+                chosen kernel happens to have it.
 
         Raises:
             BatchError: fields that are missing, contradict each other or lie on another device.
             NoKernelError: with all reasons.
         """
         self.current = None
-        self.current = self.build(batch, self.workspace())
+        self.current = self.build(batch, self.workspace(), return_lse=return_lse)
         self.registry.planned(self.current)
         return self.current
 
-    def build(self, batch: ForwardBatch, ws: Workspace) -> Plan:
+    def build(self, batch: ForwardBatch, ws: Workspace, *, return_lse: bool = False) -> Plan:
         """Builds a plan in a given workspace without making it the current one. Raises like `plan`."""
         mode = self._mode(batch)
         base = mode.guard(mode.value.build, batch, ws, self._context).check(str(mode))
         steps = {}
         for kind in self._kinds:
             segment = self._segment(base, kind, batch, ws)
-            calls = mode.guard(mode.value.calls, segment, kind, self._context)
-            route = [self._selector.route(self._request(part, kind, batch.forward_mode)) for part in calls]
-            prepared = prepare_calls(calls, route, kind, ws, self._context)
-            steps[kind] = Step(segment, prepared, self._ops)
+            calls, requests = self._calls(mode, segment, kind, batch, return_lse)
+            routes = [self._selector.route(request) for request in requests]
+            preparation = Preparation(kind, ws, self._context, self._selector.guard)
+            steps[kind] = Step(segment, preparation.calls(calls, routes), self._ops)
         return Plan(batch, {layer.layer_id: steps[layer.kind] for layer in self.layers.values()})
 
     def workspace(self) -> Workspace:
@@ -161,19 +167,20 @@ class AttentionBackend:
         plan = plan or self.current
         if plan is None:
             raise BatchError("forward", wanted="a plan", got=None, hint="Call backend.plan(batch) first.")
-        step = plan.steps.get(layer.layer_id)
-        if step is None:
-            hint = "Name every layer when the backend is built."
-            raise BatchError("layer", wanted=f"one of {sorted(self.layers)}", got=layer.layer_id, hint=hint)
-        if (sinks is not None) != layer.sinks:
-            got = None if sinks is None else tuple(sinks.shape)
-            hint = "A layer that brings sinks is described with sinks=True, so that a kernel is chosen that has them."
-            raise BatchError(f"sinks of layer {layer.layer_id}", wanted=f"sinks={layer.sinks}", got=got, hint=hint)
+        self._known(layer)
+        step = plan.steps[layer.layer_id]
         q = _fused(q, q_rope, layer.num_q_heads, layer.head_dim)
+        self._check_call(q, out, sinks, layer)
+        if return_lse and not step.has_lse:
+            hint = "Plan with return_lse=True, so that one is chosen that can."
+            raise BatchError("return_lse", wanted="a kernel that returns its log-sum-exp", got=None, hint=hint)
         cached = self.pools.kv.buffers(layer) if layer.cached else None
         k = _fused(k, k_rope, layer.num_kv_heads, layer.head_dim)
         v = None if layer.latent else _by_head(v, layer.num_kv_heads, layer.v_head_dim)
-        if save_kv_cache and cached is not None and k is not None and (layer.latent or v is not None):
+        if (k is None) != (v is None) and not layer.latent:
+            got = "k alone" if v is None else "v alone"
+            raise BatchError(f"k and v of layer {layer.layer_id}", wanted="both or none", got=got)
+        if save_kv_cache and cached is not None and k is not None:
             step.write(k, v, layer, cached)
         if layer.latent and k is not None:
             v = k[..., : layer.v_head_dim]
@@ -182,6 +189,33 @@ class AttentionBackend:
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
         step.attend(Arguments(q, (k, v), cached, sinks, (layer.k_scale, layer.v_scale)), out, lse)
         return out if lse is None else (out, lse)
+
+    def write_kv(
+        self,
+        k: Tensor,
+        v: Tensor | None,
+        layer: AttentionLayer,
+        *,
+        k_rope: Tensor | None = None,
+        plan: Plan | None = None,
+    ) -> None:
+        """Writes a layer's new keys and values where the plan says, and attends to nothing.
+
+        Args:
+            k, v, k_rope, layer, plan: as for `forward`.
+
+        Raises:
+            BatchError: no plan, an unknown layer, or tensors that do not fit the plan.
+        """
+        plan = plan or self.current
+        if plan is None:
+            raise BatchError("write_kv", wanted="a plan", got=None, hint="Call backend.plan(batch) first.")
+        self._known(layer)
+        if not layer.cached:
+            raise BatchError(f"layer {layer.layer_id}", wanted="a layer with a cache", got="kv_group='none'")
+        k = _fused(k, k_rope, layer.num_kv_heads, layer.head_dim)
+        v = None if layer.latent else _by_head(v, layer.num_kv_heads, layer.v_head_dim)
+        plan.steps[layer.layer_id].write(k, v, layer, self.pools.kv.buffers(layer))
 
     def merge(
         self, outs: Sequence[Tensor], lses: Sequence[Tensor], *, sinks: Tensor | None = None
@@ -205,12 +239,12 @@ class AttentionBackend:
 
         Leaves the current plan alone.
         """
+        self._known(layer)
         mode = self._mode(batch)
         ws = DryWorkspace(self._ops, self.device, self._constants)
         base = mode.guard(mode.value.build, batch, ws, self._context).check(str(mode))
         segment = self._segment(base, layer.kind, batch, ws)
-        calls = mode.guard(mode.value.calls, segment, layer.kind, self._context)
-        requests = [self._request(part, layer.kind, batch.forward_mode) for part in calls]
+        _, requests = self._calls(mode, segment, layer.kind, batch, return_lse=False)
         return Explanation(
             mode=str(mode),
             overlays=tuple(str(c) for c in self._kinds[layer.kind]),
@@ -223,6 +257,32 @@ class AttentionBackend:
     def _builders(self) -> list[Contribution[Any]]:
         return [*self._modes.values(), *self._overlays]
 
+    def _known(self, layer: AttentionLayer) -> None:
+        """Raises unless the layer is one of the backend's, as it was described."""
+        mine = self.layers.get(layer.layer_id)
+        if mine is layer:
+            return
+        if mine is None:
+            hint = "Name every layer when the backend is built."
+            raise BatchError("layer", wanted=f"one of {sorted(self.layers)}", got=layer.layer_id, hint=hint)
+        if mine != layer:
+            raise BatchError(f"layer {layer.layer_id}", wanted=f"as the backend was built with: {mine}", got=layer)
+
+    def _check_call(self, q: Tensor, out: Tensor | None, sinks: Tensor | None, layer: AttentionLayer) -> None:
+        """Raises where tensors do not fit the layer; reads shapes and dtypes only."""
+        heads, name = layer.num_q_heads, layer.layer_id
+        if q.shape[1:] != (heads, layer.head_dim) or q.dtype != self.config.dtype:
+            wanted = f"{self.config.dtype} [tokens, {heads}, {layer.head_dim}]"
+            raise BatchError(f"q of layer {name}", wanted=wanted, got=f"{q.dtype} {list(q.shape)}")
+        if out is not None and out.shape != (q.shape[0], heads, layer.v_head_dim):
+            shape = [q.shape[0], heads, layer.v_head_dim]
+            raise BatchError(f"out of layer {name}", wanted=shape, got=list(out.shape))
+        if (sinks is not None) != layer.sinks or (sinks is not None and sinks.shape != (heads,)):
+            got = None if sinks is None else list(sinks.shape)
+            wanted = f"[{heads}]" if layer.sinks else "no sinks, as the layer is described"
+            hint = "A layer that brings sinks is described with sinks=True, so that a kernel is chosen that has them."
+            raise BatchError(f"sinks of layer {name}", wanted=wanted, got=got, hint=hint)
+
     def _mode(self, batch: ForwardBatch) -> Contribution[Mode]:
         mode = self._modes.get(batch.forward_mode)
         if mode is None:
@@ -231,6 +291,7 @@ class AttentionBackend:
             raise BatchError("batch.forward_mode", wanted=wanted, got=repr(batch.forward_mode), hint=hint)
         batch.check_fields(mode.value.needs)
         batch.check_device(self.device)
+        batch.check_lengths(self.pools.req_to_token.shape[1], self.pools.kv.num_slots, self.config.checks)
         return mode
 
     def _segment(self, base: Segment, kind: LayerKind, batch: ForwardBatch, ws: Workspace) -> Segment:
@@ -240,12 +301,22 @@ class AttentionBackend:
             segment = overlay.guard(transform, segment, kind, batch, ws, self._context).check(str(overlay))
         return segment
 
-    def _request(self, segment: Segment, kind: LayerKind, forward_mode: str) -> KernelRequest:
-        features = segment.features() | (kind.features() & CALL_FEATURES)
-        if segment.exchange is not None and segment.exchange.needs_lse:
-            features = features - {"sinks"} | {"lse"}
-        page_size = 1 if segment.kv is None else segment.kv.page_size
-        return self._ask(forward_mode, kind, page_size, features, fresh=segment.kv is None)
+    def _calls(
+        self, mode: Contribution[Mode], segment: Segment, kind: LayerKind, batch: ForwardBatch, return_lse: bool
+    ) -> tuple[tuple[Segment, ...], list[KernelRequest]]:
+        """The parts that are attended separately, and what each asks of a kernel."""
+        parts: tuple[Segment, ...] = mode.guard(mode.value.calls, segment, kind, self._context)
+        shared = kind.features() & CALL_FEATURES
+        if len(parts) > 1 or (segment.exchange is not None and segment.exchange.needs_lse):
+            shared = shared - {"sinks"} | {"lse"}  # sinks enter where the parts are merged
+        shared |= {"lse"} if return_lse else frozenset()
+        requests = []
+        for part in parts:
+            fresh = part.kv is None
+            page_size = 1 if part.kv is None else part.kv.page_size
+            features = part.features() | shared
+            requests.append(self._ask(batch.forward_mode, kind, page_size, features, fresh=fresh))
+        return parts, requests
 
     def _ask(
         self, forward_mode: str, kind: LayerKind, page_size: int, features: frozenset[str], fresh: bool = False
@@ -268,14 +339,20 @@ class AttentionBackend:
         """Checks a layer against its pool and finds the overlays and a kernel for its kind, or raises."""
         if layer.cached:
             k, v = self.pools.kv.buffers(layer)
-            wanted = (layer.num_kv_heads, layer.head_dim), (layer.num_kv_heads, layer.v_head_dim)
-            if (tuple(k.shape[1:]), tuple(v.shape[1:])) != wanted:
+            dims = (layer.num_kv_heads, layer.head_dim), (layer.num_kv_heads, layer.v_head_dim)
+            if (tuple(k.shape[1:]), tuple(v.shape[1:])) != dims:
                 got = f"{tuple(k.shape)} and {tuple(v.shape)}"
-                raise ConfigError(f"KV buffers of layer {layer.layer_id}", wanted=f"heads, dims {wanted}", got=got)
+                raise ConfigError(f"KV buffers of layer {layer.layer_id}", wanted=f"heads, dims {dims}", got=got)
         kind = layer.kind
         if kind in self._kinds:
             return
         self._kinds[kind] = [c for c in self._overlays if c.guard(c.value.applies, kind)]
+        honoured = CALL_FEATURES.union(*(c.value.honours for c in self._kinds[kind]))
+        ignored = sorted(kind.features() - honoured)
+        if ignored:
+            hint = "`faback doctor` lists plugins that are blocked or broken."
+            wanted = f"an overlay that honours {', '.join(ignored)}"
+            raise ConfigError(f"layer {layer.layer_id}", wanted=wanted, got="none", hint=hint)
         features = kind.features() | (frozenset() if layer.cached else {"raw_kv"})
         self._selector.route(self._ask("any mode", kind, self.pools.kv.page_size, features, fresh=not layer.cached))
 
@@ -289,6 +366,10 @@ def _unique(layers: Iterable[AttentionLayer]) -> dict[int, AttentionLayer]:
     if not found:
         raise ConfigError("layers", wanted="at least one AttentionLayer", got="none")
     return found
+
+
+def _named_modes(config: BackendConfig) -> list[str]:
+    return [] if isinstance(config.kernels, str) else list(config.kernels)
 
 
 def _arch(device: torch.device) -> int:

@@ -71,15 +71,17 @@ class ForwardBatch:
         return self.req_pool_indices.shape[0]
 
     def __attrs_post_init__(self) -> None:
+        self._check_index("req_pool_indices", None)
         for name in PER_REQUEST:
             self._check_index(name, self.bs)
         for name in PER_TOKEN:
             self._check_index(name, None)
         self._check_index("encoder_out_cache_loc", None)
-        if self.custom_mask is not None and self.custom_mask.dtype != torch.bool:
-            raise BatchError(
-                "batch.custom_mask", wanted="torch.bool", got=self.custom_mask.dtype, hint="Convert with `.bool()`."
-            )
+        mask: object = self.custom_mask
+        if mask is not None and (not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.ndim != 1):
+            got = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+            hint = "Convert with `.bool()`, requests one after another."
+            raise BatchError("batch.custom_mask", wanted="torch.bool", got=got, hint=hint)
         for name in MIRRORED:
             if getattr(self, f"{name}_cpu") is not None and getattr(self, f"{name}_cpu").device.type != "cpu":
                 raise BatchError(f"batch.{name}_cpu", wanted="a CPU tensor", got=getattr(self, f"{name}_cpu").device)
@@ -104,6 +106,35 @@ class ForwardBatch:
             if value is None:
                 raise BatchError(f"batch.{name}", wanted=f"a value in forward mode {self.forward_mode!r}", got=None)
 
+    def check_lengths(self, columns: int, num_slots: int, device_data: bool) -> None:
+        """Raises a `BatchError` naming a length or slot beyond the pools.
+
+        Args:
+            columns: tokens that a row of `req_to_token` holds.
+            num_slots: slots of the pool.
+            device_data: also look at tensors of a device, which synchronises; else at host data only.
+        """
+
+        def readable(name: str) -> Tensor | None:
+            value = getattr(self, f"{name}_cpu", None)
+            value = getattr(self, name) if value is None else value
+            return value if value is not None and (device_data or value.device.type == "cpu") else None
+
+        seq_lens, new, slots = readable("seq_lens"), readable("extend_seq_lens"), readable("out_cache_loc")
+        if seq_lens is not None and seq_lens.numel() and int(seq_lens.max()) > columns:
+            wanted = f"at most {columns} tokens, the width of req_to_token"
+            raise BatchError("batch.seq_lens", wanted=wanted, got=int(seq_lens.max()))
+        if not device_data:
+            return
+        if new is not None and int(new.sum()) > self.num_tokens and self.token_stride is None:
+            wanted = f"at most {self.num_tokens} new tokens, as there are queries"
+            raise BatchError("batch.extend_seq_lens", wanted=wanted, got=int(new.sum()))
+        if new is not None and seq_lens is not None and bool((new > seq_lens).any()):
+            raise BatchError("batch.extend_seq_lens", wanted="no more than seq_lens", got=new.tolist())
+        if slots is not None and slots.numel() and not 0 <= int(slots.min()) <= int(slots.max()) < num_slots:
+            got = f"{int(slots.min())} to {int(slots.max())}"
+            raise BatchError("batch.out_cache_loc", wanted=f"slots from 0 to {num_slots - 1}", got=got)
+
     def check_device(self, device: torch.device) -> None:
         """Raises a `BatchError` naming the first tensor that is not on the pools' device."""
         for name in (*PER_REQUEST, *PER_TOKEN, "encoder_out_cache_loc", "custom_mask"):
@@ -114,9 +145,10 @@ class ForwardBatch:
     def _count_tokens(self) -> int:
         for name in PER_TOKEN:
             value = getattr(self, name)
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and value.ndim == 1:
                 return value.shape[0]
-        return self.bs
+        rows: object = self.req_pool_indices
+        return rows.shape[0] if isinstance(rows, Tensor) and rows.ndim == 1 else 0
 
     def _check_index(self, name: str, length: int | None) -> None:
         value = getattr(self, name)

@@ -39,6 +39,15 @@ def _kernels(instance: object, attribute: attrs.Attribute[Any], value: object) -
     raise ConfigError("BackendConfig.kernels", wanted=wanted, got=repr(value))
 
 
+def _names(value: object) -> object:
+    return tuple(value) if isinstance(value, (list, set, frozenset)) else value
+
+
+def _strings(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
+    if not isinstance(value, tuple) or not all(isinstance(name, str) for name in value):
+        raise ConfigError(f"BackendConfig.{attribute.name}", wanted="a list or tuple of plugin names", got=repr(value))
+
+
 @attrs.frozen(kw_only=True)
 class SpeculativeConfig:
     """How the engine speculates.
@@ -77,8 +86,8 @@ class BackendConfig:
     deterministic: bool = False
     speculative: SpeculativeConfig | None = None
     checks: bool = attrs.field(factory=lambda: os.environ.get("FABACK_CHECK", "0") == "1")
-    disable_plugins: tuple[str, ...] = attrs.field(default=(), converter=tuple)
-    require_plugins: tuple[str, ...] = attrs.field(default=(), converter=tuple)
+    disable_plugins: tuple[str, ...] = attrs.field(default=(), converter=_names, validator=_strings)
+    require_plugins: tuple[str, ...] = attrs.field(default=(), converter=_names, validator=_strings)
     options: Mapping[str, Mapping[str, Any]] = attrs.field(factory=dict)
 
     def kernel_for(self, forward_mode: str) -> str:

@@ -72,12 +72,15 @@ class Overlay(abc.ABC):
 
     Attributes:
         key: its name.
+        honours: features of a layer's description (`LayerKind.features`) that it brings about; a layer whose window,
+            chunk or direction no overlay honours is refused.
         after: keys of overlays that come first, where present.
         priority: among those free to go, the highest goes first.
         replaces: key of another overlay that this one takes the place of.
     """
 
     key: str
+    honours: frozenset[str] = frozenset()
     after: tuple[str, ...] = ()
     priority: int = 0
     replaces: str | None = None

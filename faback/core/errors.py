@@ -7,6 +7,7 @@ attributes, so that an engine can translate them into its own terms.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 
 class FabackError(Exception):
@@ -24,13 +25,14 @@ class FabackError(Exception):
         self.wanted = wanted
         self.got = got
         self.hint = hint
-        parts = [what]
-        if wanted is not None:
-            parts.append(f"wanted {wanted}")
-        if got is not None:
-            parts.append(f"got {got}")
-        message = ": ".join(parts[:1]) + (": " + ", ".join(parts[1:]) if parts[1:] else "")
+        found = [f"wanted {wanted}"] if wanted is not None else []
+        found += [f"got {got}"] if got is not None else []
+        message = f"{what}: {', '.join(found)}" if found else what
         super().__init__(message + (f". {hint}" if hint else ""))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Errors survive the way to another process, attributes and all."""
+        return _rebuilt, (type(self), self.args, self.__dict__)
 
 
 class ConfigError(FabackError):
@@ -65,4 +67,12 @@ class NoKernelError(FabackError):
     def __init__(self, request: str, reasons: Sequence[str], *, hint: str | None = None) -> None:
         self.reasons = tuple(reasons)
         listing = "".join(f"\n  - {reason}" for reason in reasons) or "\n  - no kernel is installed"
-        super().__init__(f"no kernel for {request}{listing}\n", hint=hint)
+        super().__init__(f"no kernel for {request}{listing}" + (f"\n{hint}" if hint else ""))
+        self.hint = hint
+
+
+def _rebuilt(kind: type[FabackError], args: tuple[Any, ...], state: dict[str, Any]) -> FabackError:
+    error = kind.__new__(kind, *args)
+    error.args = args
+    error.__dict__.update(state)
+    return error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import attrs
@@ -19,6 +20,23 @@ def _distance(instance: object, attribute: attrs.Attribute[Any], value: object) 
     if value is not None and (not isinstance(value, int) or value < 0):
         hint = "None means no limit; a window counts the keys to the left of the query, itself not included."
         raise ConfigError(f"layer.{attribute.name}", wanted="None or an integer >= 0", got=repr(value), hint=hint)
+
+
+def _finite(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
+    if not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ConfigError(f"layer.{attribute.name}", wanted="a finite number", got=repr(value))
+
+
+def _factor(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
+    if value is None or isinstance(value, torch.Tensor):
+        return
+    if not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+        raise ConfigError(f"layer.{attribute.name}", wanted="None, a positive number or a tensor", got=repr(value))
+
+
+def _default_scale(layer: LayerKind) -> float:
+    dim: object = layer.head_dim
+    return float(dim) ** -0.5 if isinstance(dim, int) and dim > 0 else 1.0  # a wrong head_dim is named by its validator
 
 
 @attrs.frozen(kw_only=True, cache_hash=True)
@@ -50,8 +68,8 @@ class LayerKind:
     v_head_dim: int = attrs.field(
         default=attrs.Factory(lambda self: self.head_dim, takes_self=True), validator=_positive
     )
-    scale: float = attrs.field(default=attrs.Factory(lambda self: self.head_dim**-0.5, takes_self=True))
-    softcap: float = 0.0
+    scale: float = attrs.field(default=attrs.Factory(_default_scale, takes_self=True), validator=_finite)
+    softcap: float = attrs.field(default=0.0, validator=_finite)
     window: int | None = attrs.field(default=None, validator=_distance)
     chunk: int | None = attrs.field(default=None, validator=attrs.validators.optional(_positive))
     causal: bool = True
@@ -111,8 +129,8 @@ class AttentionLayer(LayerKind):
     """
 
     layer_id: int
-    k_scale: float | torch.Tensor | None = attrs.field(default=None, eq=False)
-    v_scale: float | torch.Tensor | None = attrs.field(default=None, eq=False)
+    k_scale: float | torch.Tensor | None = attrs.field(default=None, eq=False, validator=_factor)
+    v_scale: float | torch.Tensor | None = attrs.field(default=None, eq=False, validator=_factor)
 
     def __attrs_post_init__(self) -> None:
         super().__attrs_post_init__()

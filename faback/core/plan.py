@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -10,7 +10,7 @@ import torch
 
 from faback.core.batch import ForwardBatch
 from faback.core.contracts import PlanContext
-from faback.core.errors import BatchError
+from faback.core.errors import BatchError, PluginError
 from faback.core.kernel import KernelProvider
 from faback.core.layer import AttentionLayer, LayerKind
 from faback.core.segment import Segment
@@ -47,11 +47,13 @@ class Call:
         kernel: who runs.
         prepared: what its `prepare` returned.
         fresh: keys and values are the batch's own, not the cache's.
+        has_lse: the kernel can return its log-sum-exp.
     """
 
     kernel: KernelProvider
     prepared: Any
     fresh: bool
+    has_lse: bool
 
     def run(self, args: Arguments, out: Tensor, lse: Tensor | None) -> None:
         """Attends into out [tokens, num_q_heads, v_head_dim] and lse [tokens, num_q_heads]."""
@@ -68,6 +70,7 @@ class Merged:
 
     parts: tuple[Call | Merged, ...]
     ops: DeviceOps
+    has_lse: bool = attrs.field(default=True, init=False)
 
     def run(self, args: Arguments, out: Tensor, lse: Tensor | None) -> None:
         """Like `Call.run`."""
@@ -92,6 +95,11 @@ class Step:
     segment: Segment
     call: Call | Merged
     ops: DeviceOps
+
+    @property
+    def has_lse(self) -> bool:
+        """Whether the calls can return their log-sum-exp."""
+        return self.call.has_lse
 
     def write(self, k: Tensor, v: Tensor | None, layer: AttentionLayer, cached: tuple[Tensor, Tensor]) -> None:
         """Stores new k [tokens, heads, head_dim] and v [tokens, heads, v_head_dim] where the plan says."""
@@ -134,28 +142,47 @@ class Plan:
     steps: dict[int, Step]
 
 
-def prepare_calls(
-    segments: Sequence[Segment], routes: Sequence[Route], layer: LayerKind, ws: Workspace, ctx: PlanContext
-) -> Call | Merged:
-    """Walks the routes, lowers and prepares.
+@attrs.frozen(eq=False)
+class Preparation:
+    """Walks routes, lowers and prepares.
 
-    Args:
-        segments: the parts that a mode wants attended separately, usually one.
-        routes: how each is served.
+    Attributes:
+        layer: the kind of layer.
+        ws: where metadata goes.
+        ctx: what lowerings may know.
+        guard: calls a plugin's method, so that an exception names the plugin.
     """
-    calls = tuple(
-        _prepare(segment, route, layer, segment.kv is None, ws, ctx)
-        for segment, route in zip(segments, routes, strict=True)
-    )
-    return calls[0] if len(calls) == 1 else Merged(calls, ws.ops)
+
+    layer: LayerKind
+    ws: Workspace
+    ctx: PlanContext
+    guard: Callable[..., Any]
+
+    def calls(self, segments: Sequence[Segment], routes: Sequence[Route]) -> Call | Merged:
+        """The prepared calls of the parts that a mode wants attended separately, usually one."""
+        pairs = zip(segments, routes, strict=True)
+        calls = tuple(self._prepare(segment, route, fresh=segment.kv is None) for segment, route in pairs)
+        return calls[0] if len(calls) == 1 else Merged(calls, self.ws.ops)
+
+    def _prepare(self, segment: Segment, route: Route, fresh: bool) -> Call | Merged:
+        kernel, lowering = route.kernel, route.lowering
+        if kernel is not None:
+            prepared = self.guard(kernel, kernel.prepare, segment, self.layer, route.request, self.ws)
+            able = self.guard(kernel, kernel.capabilities, self.ws.device).features
+            return Call(kernel, prepared, fresh, "lse" in able)
+        assert lowering is not None
+        segments = self.guard(lowering, lowering.lower, segment, self.ws, self.ctx)
+        if self.ctx.config.checks:
+            _check_lowered(lowering.key, segments, route)
+        calls = tuple(self._prepare(s, r, fresh) for s, r in zip(segments, route.parts, strict=True))
+        return Merged(calls, self.ws.ops) if lowering.merges else calls[0]
 
 
-def _prepare(
-    segment: Segment, route: Route, layer: LayerKind, fresh: bool, ws: Workspace, ctx: PlanContext
-) -> Call | Merged:
-    if route.kernel is not None:
-        return Call(route.kernel, route.kernel.prepare(segment, layer, route.request, ws), fresh)
-    assert route.lowering is not None
-    segments = route.lowering.lower(segment, ws, ctx)
-    calls = [_prepare(s, r, layer, fresh, ws, ctx) for s, r in zip(segments, route.parts, strict=True)]
-    return Merged(tuple(calls), ws.ops) if route.lowering.merges else calls[0]
+def _check_lowered(key: str, segments: Sequence[Segment], route: Route) -> None:
+    """Raises if a lowering's parts need more than it declared."""
+    for segment, part in zip(segments, route.parts, strict=True):
+        segment.check(f"lowering {key!r}")
+        undeclared = segment.features() - part.request.features
+        if undeclared:
+            wanted = f"no more features than it declared ({', '.join(sorted(part.request.features))})"
+            raise PluginError(f"lowering {key!r}", wanted=wanted, got=", ".join(sorted(undeclared)))

@@ -88,6 +88,7 @@ class Registry:
     """
 
     records: list[PluginRecord] = attrs.field(factory=list)
+    _required: frozenset[str] = frozenset()
     _manager: pluggy.PluginManager = attrs.field(factory=lambda: pluggy.PluginManager(PROJECT))
 
     def __attrs_post_init__(self) -> None:
@@ -110,14 +111,14 @@ class Registry:
         Raises:
             PluginError: a required plugin is missing, broken or blocked, or two plugins collide.
         """
-        registry = cls()
+        registry = cls(required=frozenset(config.require_plugins))
         blocked = registry._blocked(config)
         for module in builtins:
             registry._add(module, f"faback {_version()}", partial(import_module, module), blocked)
         points = metadata.entry_points(group=ENTRY_POINT_GROUP) if entry_points is None else entry_points
         for point in sorted(points, key=lambda p: p.name):
             registry._add(point.name, _distribution(point), point.load, blocked)
-        registry._check_required(config)
+        registry._check_required()
         return registry
 
     def register(self, plugin: object, name: str, distribution: str = "registered by hand") -> None:
@@ -128,20 +129,22 @@ class Registry:
 
     def modes(self, config: BackendConfig) -> dict[str, Contribution[Mode]]:
         """Modes by `forward_mode`."""
-        return self._keyed("faback_modes", "mode", config=config)
+        return self._keyed("faback_modes", Mode, config=config)
 
     def overlays(self, config: BackendConfig) -> list[Contribution[Overlay]]:
         """Overlays in the order in which they transform."""
-        return _ordered(list(self._keyed("faback_overlays", "overlay", config=config).values()))
+        return _ordered(list(self._keyed("faback_overlays", Overlay, config=config).values()))
 
     def lowerings(self, config: BackendConfig) -> list[Contribution[Lowering]]:
         """Lowerings, the first to be tried first."""
-        found: Iterable[Contribution[Lowering]] = self._keyed("faback_lowerings", "lowering", config=config).values()
+        found: Iterable[Contribution[Lowering]] = self._keyed("faback_lowerings", Lowering, config=config).values()
         return sorted(found, key=lambda c: (-c.value.priority, c.value.key))
 
     def kernels(self, device: torch.device) -> list[Contribution[KernelProvider]]:
         """Kernel providers, by priority and name."""
-        found: Iterable[Contribution[KernelProvider]] = self._keyed("faback_kernels", "kernel", device=device).values()
+        found: Iterable[Contribution[KernelProvider]] = self._keyed(
+            "faback_kernels", KernelProvider, device=device
+        ).values()
         return sorted(found, key=lambda c: (-c.value.priority, c.value.name))
 
     def device_ops(self, device: torch.device) -> DeviceOps:
@@ -153,21 +156,31 @@ class Registry:
 
     def rank(self, request: KernelRequest, candidates: list[KernelProvider]) -> list[KernelProvider]:
         """Candidates as the `faback_rank` hook wants them; in the given order where no plugin cares."""
-        ranked = self._manager.hook.faback_rank(request=request, candidates=tuple(candidates))
+        ranked = self._late("faback_rank", request=request, candidates=tuple(candidates))
         if ranked is None:
             return candidates
         added = [k for k in ranked if k not in candidates]
         if added:
-            raise PluginError(
-                "faback_rank", wanted="a selection of the candidates", got=f"additions {[k.name for k in added]}"
-            )
+            wanted, got = "a selection of the candidates", f"additions {[k.name for k in added]}"
+            raise PluginError("faback_rank", wanted=wanted, got=got)
         return list(ranked)
 
     def planned(self, plan: object) -> None:
         """Tells the observers of a plan, if there are any."""
-        hook = self._manager.hook.faback_planned
-        if hook.get_hookimpls():
-            hook(plan=plan)
+        if self._manager.hook.faback_planned.get_hookimpls():
+            self._late("faback_planned", plan=plan)
+
+    def _late(self, hook: str, **kwargs: Any) -> Any:
+        """Calls a hook of all plugins at once; an exception names those that have it."""
+        caller = getattr(self._manager.hook, hook)
+        try:
+            return caller(**kwargs)
+        except FabackError:
+            raise
+        except Exception as error:
+            names = ", ".join(impl.plugin_name for impl in caller.get_hookimpls())
+            hint = f"{DISABLE_VARIABLE} switches a plugin off."
+            raise PluginError(f"{hook} of one of the plugins {names} raised", got=repr(error), hint=hint) from error
 
     def _blocked(self, config: BackendConfig) -> frozenset[str]:
         named = [*config.disable_plugins, *os.environ.get(DISABLE_VARIABLE, "").split(",")]
@@ -178,8 +191,13 @@ class Registry:
             self._manager.set_blocked(name)
             self.records.append(PluginRecord(name, distribution, "blocked"))
             return
+        if self._manager.has_plugin(name):
+            problem = f"another plugin is called {name!r} already"
+            self.records.append(PluginRecord(name, distribution, "broken", problem))
+            return
         try:
             plugin = load()
+            hash(plugin)  # pluggy keeps plugins in sets
             self._manager.register(plugin, name)
             self._manager.check_pending()
         except Exception:  # noqa: BLE001 - whatever a plugin does wrong, the others work on
@@ -189,15 +207,15 @@ class Registry:
         else:
             self.records.append(PluginRecord(name, distribution, "loaded"))
 
-    def _check_required(self, config: BackendConfig) -> None:
-        fates = {record.name: record for record in self.records}
-        for name in config.require_plugins:
+    def _check_required(self) -> None:
+        fates = {record.name: record for record in reversed(self.records)}
+        for name in sorted(self._required):
             record = fates.get(name)
             if record is None or record.status != "loaded":
                 got = "not installed" if record is None else f"{record.status}\n{record.problem}"
                 raise PluginError(f"required plugin {name!r}", wanted="loaded", got=got)
 
-    def _collect(self, hook: str, **kwargs: Any) -> list[Contribution[Any]]:
+    def _collect(self, hook: str, kind: type, **kwargs: Any) -> list[Contribution[Any]]:
         """Asks one plugin at a time, so that a raising one is known and set aside."""
         found: list[Contribution[Any]] = []
         plugins = dict(self._manager.list_name_plugin())
@@ -208,15 +226,21 @@ class Registry:
             caller = self._manager.subset_hook_caller(hook, remove_plugins=others)
             try:
                 values = [value for batch in caller(**kwargs) for value in batch]
+                strangers = [value for value in values if not isinstance(value, kind)]
+                if strangers:
+                    raise TypeError(f"wanted objects of class {kind.__name__}, got {strangers}")
+            except FabackError:  # what a plugin has to say about the configuration
+                raise
             except Exception:  # noqa: BLE001 - likewise
                 problem = f"{hook} raised\n{traceback.format_exc()}"
                 self.records[index] = attrs.evolve(record, status="broken", problem=problem)
+                self._check_required()
                 continue
             found += [Contribution(value, record.name, record.distribution) for value in values]
         return found
 
-    def _keyed(self, hook: str, noun: str, **kwargs: Any) -> dict[str, Contribution[Any]]:
-        found = self._collect(hook, **kwargs)
+    def _keyed(self, hook: str, kind: type, **kwargs: Any) -> dict[str, Contribution[Any]]:
+        found = self._collect(hook, kind, **kwargs)
         replaced = {c.value.replaces for c in found if c.value.replaces}
         result: dict[str, Contribution[Any]] = {}
         for contribution in found:
@@ -225,7 +249,7 @@ class Registry:
                 continue
             if key in result:
                 raise PluginError(
-                    f"{noun} {key!r}",
+                    f"{kind.__name__} {key!r}",
                     wanted="one plugin that brings it",
                     got=f"{result[key].plugin!r} of {result[key].distribution} and "
                     f"{contribution.plugin!r} of {contribution.distribution}",

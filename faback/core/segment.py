@@ -20,6 +20,7 @@ A query that sees nothing yields 0 and log-sum-exp -inf.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import attrs
@@ -128,8 +129,8 @@ class Tail:
         lens: int32 or int64 [rows] tail lengths; a padded row has 0.
         slots: [rows, size], or [tokens, size] if `per_query`, int32 or int64; None where the tail simply continues
             the row's KVView at token kv_len.
-        per_query: each query has a tail of its own and sees all of it (draft branches).
-        mask: bool [tokens, size]: query sees tail token; None is causal within the tail.
+        per_query: each query has a tail of its own (draft branches).
+        mask: bool [tokens, size]: query sees tail token, in place of causality; None is causal by position.
         positions: int32 [tokens] absolute positions, tail token c of row b at cu_seqlens_q[b] + c (the tail's tokens
             are the row's queries); None is kv_len + c.
     """
@@ -191,7 +192,7 @@ class Segment:
         q_len: int32 or int64 [rows], live queries at the head of each row's span; None for all of it.
         visibility: the rule.
         tail: extra keys, or None.
-        positions: int32 [tokens] absolute query positions; None for the last tokens of the row.
+        positions: int32 or int64 [tokens] absolute query positions; None for the last tokens of the row.
         write: where the new keys and values go before anything is read.
         committed: False where the committed keys are left to another part and only the tail is seen; `kv_len` then
             still says where the tail begins.
@@ -239,7 +240,7 @@ class Segment:
             raise ConfigError(f"segment.{field} from {contributor}", wanted=wanted, got=got)
         return self
 
-    def _faults(self) -> list[tuple[str, object, object]]:
+    def _faults(self) -> Sequence[tuple[str, object, object]]:
         tail, view, keep = self.tail, self.kv, self.visibility.keep
         vectors: list[tuple[str, Tensor | None, int, tuple[torch.dtype, ...]]] = [
             ("cu_seqlens_q", self.cu_seqlens_q, self.rows + 1, (torch.int32,)),
@@ -252,8 +253,26 @@ class Segment:
             ("cu_seqlens_k", self.cu_seqlens_k, self.rows + 1, (torch.int32,)),
             ("q_len", self.q_len, self.rows, INDEX_DTYPES),
         ]
-        return [
+        found = [
             (name, f"{' or '.join(map(str, dtypes))} [{length}]", f"{tensor.dtype} {list(tensor.shape)}")
             for name, tensor, length, dtypes in vectors
             if tensor is not None and (tensor.dtype not in dtypes or tuple(tensor.shape) != (length,))
+        ]
+        tokens, rows, size = self.tokens, self.rows, 0 if tail is None else tail.size
+        per_query = tail is not None and tail.per_query
+        tables: list[tuple[str, Tensor | None, tuple[int, ...] | None, tuple[torch.dtype, ...]]] = [
+            ("positions", self.positions, (tokens,), INDEX_DTYPES),
+            ("tail.slots", None if tail is None else tail.slots, (tokens if per_query else rows, size), INDEX_DTYPES),
+            ("tail.mask", None if tail is None else tail.mask, (tokens, size), (torch.bool,)),
+            ("tail.positions", None if tail is None else tail.positions, (tokens,), INDEX_DTYPES),
+            ("kv.slot_map", None if view is None else view.slot_map, None, INDEX_DTYPES),
+        ]
+        return found + [
+            (
+                name,
+                f"{' or '.join(map(str, dtypes))} {list(shape or ['slots'])}",
+                f"{tensor.dtype} {list(tensor.shape)}",
+            )
+            for name, tensor, shape, dtypes in tables
+            if tensor is not None and (tensor.dtype not in dtypes or shape not in (None, tuple(tensor.shape)))
         ]

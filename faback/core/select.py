@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import attrs
 import torch
@@ -11,9 +12,7 @@ from faback.core.config import BackendConfig
 from faback.core.contracts import Lowering
 from faback.core.errors import ConfigError, NoKernelError
 from faback.core.kernel import KernelProvider, KernelRequest, Rejection
-from faback.core.registry import Registry
-
-MAX_LOWERINGS = 6
+from faback.core.registry import Contribution, Registry
 
 
 @attrs.frozen(eq=False)
@@ -58,16 +57,27 @@ class Selector:
         self._config = config
         self._registry = registry
         self._device = device
-        self._lowerings = [c.value for c in registry.lowerings(config)]
         self._absent: dict[str, str] = {}
+        self._owners: dict[int, Contribution[Any]] = {}
+        self._lowerings: list[Lowering] = []
         self.kernels: list[KernelProvider] = []
-        for contribution in registry.kernels(device):
-            reason = contribution.guard(contribution.value.probe, device)
+        for lowering in registry.lowerings(config):
+            self._owners[id(lowering.value)] = lowering
+            self._lowerings.append(lowering.value)
+        for kernel in registry.kernels(device):
+            self._owners[id(kernel.value)] = kernel
+            reason = kernel.guard(kernel.value.probe, device)
             if reason is None:
-                self.kernels.append(contribution.value)
+                self.kernels.append(kernel.value)
             else:
-                self._absent[contribution.value.name] = reason
+                self._absent[kernel.value.name] = reason
         self._routes: dict[KernelRequest, Route] = {}
+        for name in {config.kernels} if isinstance(config.kernels, str) else set(config.kernels.values()):
+            self._pinned(name)
+
+    def guard(self, owner: object, call: Callable[..., Any], *args: Any) -> Any:
+        """Calls a method of a kernel or lowering; an exception names the plugin that brought it."""
+        return self._owners[id(owner)].guard(call, *args)
 
     @property
     def absent(self) -> dict[str, str]:
@@ -79,11 +89,10 @@ class Selector:
 
         Raises:
             NoKernelError: with every kernel and every reason.
-            ConfigError: a pinned kernel does not exist.
         """
         if request not in self._routes:
             candidates = self._candidates(request)
-            found = self._solve(request, candidates, MAX_LOWERINGS)
+            found = self._solve(request, candidates, {})
             if found is None:
                 raise self._failure(request, candidates)
             self._routes[request] = found
@@ -91,45 +100,57 @@ class Selector:
 
     def rejections(self, request: KernelRequest) -> tuple[Rejection, ...]:
         """Every reason of every kernel that runs here against a request."""
-        return tuple(reason for kernel in self.kernels for reason in kernel.reject(request, self._device))
+        return tuple(reason for kernel in self.kernels for reason in self._reject(kernel, request))
+
+    def _reject(self, kernel: KernelProvider, request: KernelRequest) -> tuple[Rejection, ...]:
+        found: tuple[Rejection, ...] = self.guard(kernel, kernel.reject, request, self._device)
+        return found
+
+    def _pinned(self, name: str) -> list[KernelProvider]:
+        """The kernel of that name; all of them for "auto"."""
+        pinned = [kernel for kernel in self.kernels if name in (kernel.name, "auto")]
+        if not pinned and name != "auto":
+            absent = [f"{n} (not here: {r})" for n, r in self._absent.items()]
+            known = ", ".join([kernel.name for kernel in self.kernels] + absent)
+            raise ConfigError("config.kernels", wanted=f"'auto' or one of: {known}", got=name)
+        return pinned
 
     def _candidates(self, request: KernelRequest) -> list[KernelProvider]:
         name = self._config.kernel_for(request.forward_mode)
-        if name == "auto":
-            return self._registry.rank(request, self.kernels)
-        pinned = [kernel for kernel in self.kernels if kernel.name == name]
-        if not pinned:
-            known = ", ".join(
-                [k.name for k in self.kernels] + [f"{n} (not here: {r})" for n, r in self._absent.items()]
-            )
-            raise ConfigError(f"config.kernels for {request.forward_mode!r}", wanted=f"one of: {known}", got=name)
-        return pinned
+        pinned = self._pinned(name)
+        return self._registry.rank(request, pinned) if name == "auto" else pinned
 
-    def _solve(self, request: KernelRequest, candidates: Sequence[KernelProvider], depth: int) -> Route | None:
+    def _solve(
+        self, request: KernelRequest, candidates: Sequence[KernelProvider], known: dict[KernelRequest, Route | None]
+    ) -> Route | None:
         """A kernel that does it as it is; else the best kernel's missing features lowered away, one by one."""
+        if request in known:
+            return known[request]
+        known[request] = None  # lowerings that lead back here lead nowhere
         missing: list[frozenset[str]] = []
         for kernel in candidates:
-            rejections = kernel.reject(request, self._device)
-            if not rejections:
-                return Route(request, kernel=kernel)
-            missing.append(request.features - kernel.capabilities(self._device).features)
-        if depth == 0:
-            return None
+            if not self._reject(kernel, request):
+                known[request] = Route(request, kernel=kernel)
+                return known[request]
+            missing.append(request.features - self.guard(kernel, kernel.capabilities, self._device).features)
         for lacking in missing:
             for lowering in self._lowerings:
                 if not lowering.removes & lacking:
                     continue
-                asked = lowering.becomes(request)
-                parts = [self._solve(part, candidates, depth - 1) for part in asked]
+                asked = self.guard(lowering, lowering.becomes, request)
+                parts = [self._solve(part, candidates, known) for part in asked]
                 solved = tuple(part for part in parts if part is not None)
                 if asked and len(solved) == len(asked):
-                    return Route(request, lowering=lowering, parts=solved)
+                    known[request] = Route(request, lowering=lowering, parts=solved)
+                    return known[request]
         return None
 
     def _failure(self, request: KernelRequest, candidates: Sequence[KernelProvider]) -> NoKernelError:
-        reasons = [str(reason) for kernel in candidates for reason in kernel.reject(request, self._device)]
+        reasons = [str(reason) for kernel in candidates for reason in self._reject(kernel, request)]
         pinned = self._config.kernel_for(request.forward_mode) != "auto"
         if not pinned:
+            dropped = [kernel.name for kernel in self.kernels if kernel not in candidates]
+            reasons += [f"{name}: dropped by a plugin's faback_rank" for name in dropped]
             reasons += [f"{name}: not available here: {reason}" for name, reason in self._absent.items()]
         hint = "config.kernels pins this kernel; 'auto' would consider the others." if pinned else None
         return NoKernelError(str(request), reasons, hint=hint)

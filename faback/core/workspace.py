@@ -123,7 +123,8 @@ class Workspace(abc.ABC):
         self.ops = ops
         self.device = device
         self._constants = constants
-        self._filled: dict[Any, Tensor] = {}
+        # Answers by question, with the question's tensors: an id means something only while its tensor lives.
+        self._filled: dict[Any, tuple[Tensor, Any]] = {}
 
     @abc.abstractmethod
     def buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -146,13 +147,12 @@ class Workspace(abc.ABC):
             op: one of `ops`, or a plugin's own function of the same form.
             dtype: its dtype.
         """
-        tensors = {n: id(p) if isinstance(p, Tensor) else p for n, p in params.items()}
-        key = (op, shape, tuple(id(t) for t in inputs), tuple(sorted(tensors.items())))
+        key = _question(op, inputs, params, shape, dtype)
         if key not in self._filled:
             out = self.buffer(name, shape, dtype)
             op(out, *inputs, **params)
-            self._filled[key] = out
-        return self._filled[key]
+            self._filled[key] = out, (inputs, params)
+        return self._filled[key][0]
 
     def lens(self, name: str, source: Tensor, *, add: int = 0, active: Tensor | None = None) -> Tensor:
         """Lengths [n] plus a constant; the source itself where nothing is to be done.
@@ -198,9 +198,9 @@ class Workspace(abc.ABC):
         What a mode remembers between forward passes must change here and nowhere else, so that a dry run leaves it
         alone and a recorded one repeats it.
         """
-        key = (op, id(state), tuple(id(t) for t in inputs))
+        key = _question(op, (state, *inputs), params)
         if key not in self._filled:
-            self._filled[key] = state
+            self._filled[key] = state, (inputs, params)
             op(state, *inputs, **params)
 
     def scratch(self, name: str, size: int, dtype: torch.dtype) -> Tensor:
@@ -226,7 +226,7 @@ class Workspace(abc.ABC):
         known = self._constants.get(("uniform_offsets", step))
         if known is None or known.shape[0] <= rows:
             size = 1 << max(8, rows.bit_length())
-            known = torch.arange(0, (size + 1) * step, step, dtype=torch.int32, device=self.device)
+            known = torch.arange(size + 1, dtype=torch.int32, device=self.device) * step
             self._constants["uniform_offsets", step] = known
         return known[: rows + 1]
 
@@ -248,3 +248,9 @@ class DryWorkspace(EagerWorkspace):
 
     def update(self, op: Callable[..., None], state: Tensor, *inputs: Tensor | None, **params: Any) -> None:
         return
+
+
+def _question(op: Callable[..., None], inputs: tuple[Tensor | None, ...], params: dict[str, Any], *more: Any) -> Any:
+    """A key that is equal for equal fills of the same tensors."""
+    named = tuple((name, id(p) if isinstance(p, Tensor) else p) for name, p in sorted(params.items()))
+    return op, tuple(id(tensor) for tensor in inputs), named, more

@@ -54,7 +54,7 @@ class Reference(KernelProvider):
         )
 
     def prepare(self, segment: Segment, layer: LayerKind, request: KernelRequest, ws: Workspace) -> Prepared:
-        batches = tuple(Layout(segment).batches(layer.num_q_heads))
+        batches = tuple(Layout(segment).batches(layer.num_q_heads, "deterministic" in request.features))
         return Prepared(batches, segment.visibility, layer.scale, layer.softcap)
 
     def run(
@@ -124,8 +124,6 @@ def attend(
         scores = scores.masked_fill(~visible[:, None], -torch.inf)
     highest = scores.amax(-1, keepdim=True)
     highest = torch.where(highest == -torch.inf, 0.0, highest)
-    if sinks is not None:
-        highest = torch.maximum(highest, sinks.to(scores.dtype).view(1, heads, 1, 1))
     weights = (scores - highest).exp()
     total = weights.sum(-1, keepdim=True)
     lse = (total.log() + highest).squeeze(-1).permute(0, 2, 1)

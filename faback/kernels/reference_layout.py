@@ -96,13 +96,18 @@ class Layout:
         self._query_positions = query_positions(segment)
         self._positions: list[int] = self._query_positions.tolist()
 
-    def batches(self, heads: int) -> Iterator[Batch]:
-        """Items of similar size together: little padding, and no batch above `BATCH_SCORES`."""
+    def batches(self, heads: int, deterministic: bool = False) -> Iterator[Batch]:
+        """Items of similar size together: little padding, and no batch above `BATCH_SCORES`.
+
+        Args:
+            heads: query heads.
+            deterministic: each item alone, so that its sums do not depend on its neighbours.
+        """
         group: list[Item] = []
         for item in sorted(self.items(), key=lambda i: (i.queries, i.keys)):
             if group:
                 similar = item.queries == group[0].queries and item.keys <= group[0].keys * 5 // 4 + 16
-                if not similar or (len(group) + 1) * item.queries * item.keys * heads > BATCH_SCORES:
+                if deterministic or not similar or (len(group) + 1) * item.queries * item.keys * heads > BATCH_SCORES:
                     yield self._batch(group)
                     group = []
             group.append(item)
@@ -137,7 +142,9 @@ class Layout:
             high = border if high is None else min(high, border)
         low = min(self._index(low), length)
         high = length if high is None else min(self._index(high), length)
-        kept = min(self._index(self._keep[row]), low, length if not rule.causal else self._index(highest + 1))
+        kept = min(self._index(self._keep[row]), length, self._index(highest + 1) if rule.causal else length)
+        if kept >= low:  # one span
+            low, high, kept = 0, max(high, kept), 0
         return Item(row, token, queries, kept, low, max(0, high - low), tail)
 
     def _index(self, position: int) -> int:

@@ -67,8 +67,8 @@ class TorchFills:
         first = torch.arange(out.shape[1], device=out.device) * view.page_size
         row = torch.arange(out.shape[0], device=out.device)[:, None]
         live = first < lens[:, None]
-        slots = translated(view, slots_at(view, row, torch.where(live, first, 0)))
-        out.copy_(torch.where(live, slots // view.page_size, 0))
+        slots = torch.where(live, slots_at(view, row, first), 0)
+        out.copy_(torch.where(live, translated(view, slots) // view.page_size, 0))
 
     def slot_table(self, out: Tensor, segment: Segment) -> None:
         view, width = segment.kv, out.shape[1]
@@ -82,32 +82,34 @@ class TorchFills:
             offsets = segment.cu_seqlens_q if segment.cu_seqlens_k is None else segment.cu_seqlens_k
             slots = offsets.long()[:-1, None] + token
         else:
-            slots = translated(view, slots_at(view, row, torch.where(live, token, 0)))
+            slots = translated(view, torch.where(live, slots_at(view, row, token), 0))
         out.copy_(torch.where(live, slots, 0))
 
     def translate(self, out: Tensor, slots: Tensor, slot_map: Tensor) -> None:
-        out.copy_(slot_map[slots.long()])
+        out.copy_(slot_map[slots.long().clamp(0, slot_map.shape[0] - 1)])
 
     def virtual_batches(self, out: Tensor, segment: Segment) -> None:
         chunk, view = segment.visibility.chunk, segment.kv
         assert chunk is not None and view is not None
+        if segment.rows == 0:
+            out.zero_()
+            return
         counts, length = query_lens(segment), segment.kv_len.long()
         first = length - counts
-        pieces = torch.where(counts > 0, (length - 1) // chunk - first.clamp(min=0) // chunk + 1, 0)
-        # With more queries than keys the first stand before the text and see nothing: they join the first piece.
+        # Chunks are counted below 0 too: with more queries than keys the first ones stand there and see nothing.
+        pieces = torch.where(counts > 0, (length - 1) // chunk - first // chunk + 1, 0)
         ends = pieces.cumsum(0)
         piece = torch.arange(out.shape[1] - 1, device=out.device)
         row = torch.searchsorted(ends, piece, right=True)
         exists = row < segment.rows
         row = row.clamp(max=max(0, segment.rows - 1))
-        border = (first.clamp(min=0)[row] // chunk + piece - (ends - pieces)[row]) * chunk
+        border = (first[row] // chunk + piece - (ends - pieces)[row]) * chunk
         low, high = torch.maximum(first[row], border), torch.minimum(length[row], border + chunk)
-        low = torch.where(piece == (ends - pieces)[row], first[row], low)
-        queries = torch.where(exists, high - low, 0)
+        border = border.clamp(min=0)
         starts = border if view.start is None else border + view.start.long()[row]
         out[0, 0] = 0
-        out[0, 1:] = queries.cumsum(0)
-        out[1, :-1] = torch.where(exists, high - border, 0)
+        out[0, 1:] = torch.where(exists, high - low, 0).cumsum(0)
+        out[1, :-1] = torch.where(exists, high - border, 0).clamp(min=0)
         out[2, :-1] = torch.where(exists, starts, 0)
         out[3, :-1] = torch.where(exists, view.req_pool_indices.long()[row], 0)
         out[1:, -1] = 0
@@ -115,6 +117,9 @@ class TorchFills:
     def query_rows(self, out: Tensor, segment: Segment) -> None:
         rule, view = segment.visibility, segment.kv
         assert view is not None
+        if segment.rows == 0:
+            out.zero_()
+            return
         row, index = owners(segment.cu_seqlens_q, segment.tokens)
         live = index < query_lens(segment)[row]
         position = query_positions(segment)
@@ -138,9 +143,12 @@ class TorchFills:
     def compact(self, out: Tensor, segment: Segment) -> None:
         view = segment.kv
         assert view is not None
+        if segment.rows == 0:
+            out.zero_()
+            return
         visible, row, _ = per_query(segment)
         token = torch.arange(segment.max_kv_len, device=out.device)
-        slots = slots_at(view, row[:, None], torch.where(visible[:, : segment.max_kv_len], token, 0))
+        slots = slots_at(view, row[:, None], token)
         if segment.tail is not None:
             slots = torch.cat([slots, tail_slots(segment)], dim=1)
         slots = translated(view, torch.where(visible, slots, 0))

@@ -20,6 +20,7 @@ class CrossAttention(Overlay):
     """
 
     key = "cross_attention"
+    honours = frozenset({"non_causal"})
 
     def applies(self, layer: LayerKind) -> bool:
         return layer.cross

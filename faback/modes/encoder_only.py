@@ -17,6 +17,7 @@ class EncoderOnly(Overlay):
     """No causality. A window of such a layer reaches as far to the right as to the left."""
 
     key = "encoder_only"
+    honours = frozenset({"non_causal"})
 
     def applies(self, layer: LayerKind) -> bool:
         return not layer.causal and not layer.cross

@@ -17,13 +17,13 @@ class Idle(Mode):
 
     def build(self, batch: ForwardBatch, ws: Workspace, ctx: PlanContext) -> Segment:
         return Segment(
-            rows=0,
+            rows=batch.bs,
             tokens=batch.num_tokens,
-            cu_seqlens_q=ws.uniform_offsets(0),
+            cu_seqlens_q=ws.uniform_offsets(batch.bs, 0),
             max_seqlen_q=0,
-            kv_len=batch.seq_lens[:0],
-            max_kv_len=0,
-            kv=KVView(ctx.pools.req_to_token, batch.req_pool_indices[:0], ctx.page_size),
+            kv_len=batch.seq_lens,
+            max_kv_len=batch.bound("seq_lens", ctx.config.context_len),
+            kv=KVView(ctx.pools.req_to_token, batch.req_pool_indices, ctx.page_size),
         )
 
 

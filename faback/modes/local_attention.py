@@ -17,6 +17,7 @@ class LocalAttention(Overlay):
     """Token p sees [chunk * (p // chunk), p]. Chunks are counted from the first token, whatever the page size."""
 
     key = "local_attention"
+    honours = frozenset({"chunk"})
 
     def applies(self, layer: LayerKind) -> bool:
         return layer.chunk is not None and not layer.cross

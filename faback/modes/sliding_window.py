@@ -17,6 +17,7 @@ class SlidingWindow(Overlay):
     """Token p sees [p - window, p]; in encoder-only layers [p - window, p + window]. Cross-attention has no window."""
 
     key = "sliding_window"
+    honours = frozenset({"window"})
 
     def applies(self, layer: LayerKind) -> bool:
         return layer.window is not None and not layer.cross

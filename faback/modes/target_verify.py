@@ -39,6 +39,9 @@ class TargetVerify(Mode):
         else:
             offsets = ws.offsets("cu_seqlens_q", batch.verify_lens)
             lens = ws.lens("verify_lens", batch.verify_lens, active=active)
+        if batch.verify_lens is None and batch.num_tokens < rows * size:
+            wanted = f"at least {rows} requests * {size} draft tokens"
+            raise BatchError("batch.out_cache_loc", wanted=wanted, got=batch.num_tokens)
         chain = Segment(
             rows=rows,
             tokens=batch.num_tokens,
@@ -68,9 +71,6 @@ class TargetVerify(Mode):
             dtype=torch.bool,
         )
         positions = ws.fill("positions", (tokens,), ws.ops.tree_positions, mask, batch.seq_lens, chain.cu_seqlens_q)
-        if batch.verify_lens is None and tokens != batch.bs * size:
-            wanted = f"{batch.bs} requests * {size} draft tokens"
-            raise BatchError("batch.out_cache_loc", wanted=wanted, got=tokens)
         return attrs.evolve(chain, tail=Tail(size, lens, mask=mask, positions=positions), positions=positions)
 
 

@@ -78,7 +78,6 @@ def test_a_malformed_one_names_field_and_contributor(field, changes):
     assert caught.value.what == f"segment.{field} from local_attention (acme 1.2)"
 
 
-@pytest.mark.xfail(strict=True, reason="only the vectors of the rows are checked")
 @pytest.mark.parametrize(
     "changes",
     [

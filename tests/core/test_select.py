@@ -148,9 +148,8 @@ def test_a_pinned_kernel_never_falls_back():
 
 
 def test_an_unknown_pinned_kernel_lists_the_known_ones():
-    chosen = selector([Kernel("here"), Kernel("gone", absent="no GPU")], kernels="magic")
     with pytest.raises(ConfigError) as caught:
-        chosen.route(ask())
+        selector([Kernel("here"), Kernel("gone", absent="no GPU")], kernels="magic")
     assert "here" in caught.value.wanted and "gone (not here: no GPU)" in caught.value.wanted
     assert caught.value.got == "magic"
 
@@ -173,7 +172,6 @@ def test_the_ranking_decides_otherwise():
         selector(kernels, rank=lambda candidates: []).route(ask())
 
 
-@pytest.mark.xfail(strict=True, reason="a kernel that the ranking dropped is not mentioned: 'no kernel is installed'")
 def test_a_dropped_kernel_is_a_reason():
     with pytest.raises(NoKernelError, match="a"):
         selector([Kernel("a")], rank=lambda candidates: []).route(ask())
@@ -215,7 +213,6 @@ def test_a_circle_of_lowerings_ends():
         selector([Kernel("fast")], lowerings).route(ask("tree"))
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="each dead end is walked again: 12 ** 6 of them")
 def test_a_branching_circle_of_lowerings_ends_soon():
     class Patient(Kernel):
         def reject(self, request, device):

@@ -48,7 +48,6 @@ def test_the_op_is_called_once_with_its_parameters(ws):
     assert ws.fill("x", (2,), op, lens, None, factor=4).tolist() == [4, 8]
 
 
-@pytest.mark.xfail(strict=True, reason="the memo goes by id() and does not keep its inputs alive")
 def test_a_temporary_does_not_inherit_the_answer_of_another(ws):
     lens = torch.arange(40)
     found = []
@@ -57,7 +56,6 @@ def test_a_temporary_does_not_inherit_the_answer_of_another(ws):
     assert found == [[0, low, 2 * low + 1] for low in range(30)]
 
 
-@pytest.mark.xfail(strict=True, reason="dtype is not part of the memo")
 def test_the_dtype_is_part_of_the_question(ws):
     lens = torch.tensor([1, 2])
 

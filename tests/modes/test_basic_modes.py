@@ -284,7 +284,6 @@ def test_slots_beyond_32_bits(world, layer):
     assert torch.equal(huge.run(huge.layers[0]), plain)
 
 
-@pytest.mark.xfail(strict=True, reason="'deterministic' is promised, but neighbours change how much a row is padded")
 def test_deterministic_whatever_else_is_in_the_batch(world, layer):
     made = world([layer(head_dim=64)], [1500, 1700, 1800, 1850, 3, 40], [1] * 6, deterministic=True, page_size=16)
     together = made.run(made.layers[0], "decode")

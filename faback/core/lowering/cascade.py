@@ -27,7 +27,7 @@ class Cascade(Lowering):
     priority = 10
 
     def becomes(self, request: KernelRequest) -> tuple[KernelRequest, ...]:
-        if "tail_only" in request.features:
+        if "tail_only" in request.features or "positions" not in request.features:
             return ()
         shared = request.features - {"sinks"} | {"lse"}
         committed = shared - {"tail", "tree"}

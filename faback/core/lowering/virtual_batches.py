@@ -11,7 +11,9 @@ from faback.core.kernel import KernelRequest
 from faback.core.segment import Segment
 from faback.core.workspace import Workspace
 
-UNSUITED = frozenset({"positions", "keep", "tail", "tail_only", "raw_kv", "q_len", "sharded", "non_causal"})
+UNSUITED = frozenset(
+    {"positions", "keep", "tail", "tail_only", "raw_kv", "q_len", "sharded", "non_causal", "row_window"}
+)
 
 
 class VirtualBatches(Lowering):
@@ -40,7 +42,7 @@ class VirtualBatches(Lowering):
             segment,
             rows=pieces,
             cu_seqlens_q=table[0],
-            max_seqlen_q=min(segment.max_seqlen_q, max(chunk, segment.max_seqlen_q - segment.max_kv_len + chunk)),
+            max_seqlen_q=min(segment.max_seqlen_q, chunk),
             kv_len=table[1, :-1],
             max_kv_len=min(segment.max_kv_len, chunk),
             kv=attrs.evolve(view, start=table[2, :-1], req_pool_indices=table[3, :-1]),

@@ -180,7 +180,13 @@ def attend(
         reachable = tl.minimum(committed, tl.maximum(0, tl.cdiv(highest + 1 - shard, shards)))
     high = tl.minimum(committed, tl.maximum(0, tl.cdiv(bound - shard, shards)))
     low = tl.minimum(reachable, tl.maximum(0, tl.cdiv(low - shard, shards)))
-    prefix = tl.minimum(tl.minimum(tl.maximum(0, tl.cdiv(kept - shard, shards)), low), reachable)
+    prefix = 0
+    if keep is not None:
+        prefix = tl.minimum(tl.maximum(0, tl.cdiv(kept - shard, shards)), reachable)
+        joined = prefix >= low  # one span
+        high = tl.where(joined, tl.maximum(high, prefix), high)
+        low = tl.where(joined, 0, low)
+        prefix = tl.where(joined, 0, prefix)
     span = tl.where(any_query, prefix + tl.maximum(high - low, 0), 0)
     per_split = tl.cdiv(tl.cdiv(span, BLOCK_N), splits) * BLOCK_N
     first = split * per_split

@@ -17,7 +17,6 @@ def test_cascade_is_the_whole(page, tail):
         check_equal(problem, problem.lowered(Cascade()))
 
 
-@pytest.mark.xfail(strict=True, reason="the committed part forgets the tail, and with it where queries stand")
 @pytest.mark.parametrize("tail", ["continued", "slots"])
 def test_a_tail_without_positions_is_refused_or_right(tail):
     for seed in range(12):

@@ -45,7 +45,6 @@ def test_virtual_batches_are_the_whole(page):
         check_equal(problem, problem.lowered(VirtualBatches()))
 
 
-@pytest.mark.xfail(strict=True, reason="queries of a row without keys vanish, and later rows' queries move up")
 def test_with_more_queries_than_keys_the_first_see_nothing():
     for seed in range(30):
         problem = Draw(seed, PAGES[seed % 4], has={"chunk", "more queries than keys"}, never=NEVER).problem()
@@ -91,7 +90,6 @@ def test_the_bound_is_reached():
         assert live == part.rows, (chunk, queries)
 
 
-@pytest.mark.xfail(strict=True, reason="the queries of a piece are bounded by the keys of another row")
 def test_host_bounds_hold_where_one_row_has_more_queries_than_keys():
     """The surplus joins the row's first piece; that another row is long must not hide it."""
     part = lowered(rows([(2, 10), (100, 1)], 4))
@@ -121,7 +119,6 @@ def test_nothing_outside_the_pieces_is_read(page):
                 assert set(slots.tolist()) <= wanted
 
 
-@pytest.mark.xfail(strict=True, reason="row by row windows are handed on as they are, to more rows")
 def test_windows_row_by_row_are_refused_or_right():
     for seed in range(8):
         problem = Draw(seed, 4, has={"chunk", "row_window", "window", "rows"}, never=UNSUITED).problem()
