@@ -7,7 +7,7 @@
 what must come out; `run_scenario` runs a backend on it. `faback.testing.strategies` has hypothesis strategies.
 """
 
-from faback.testing.checks import CellResult, run_scenario, wrong
+from faback.testing.checks import CellResult, outputs, run_scenario, wrong
 from faback.testing.options import MODES, OVERLAYS, Options, impossible
 from faback.testing.oracle import World, oracle_attention, visibility_matrix
 from faback.testing.poison import poison_, poisoned
@@ -27,6 +27,7 @@ __all__ = [
     "World",
     "impossible",
     "oracle_attention",
+    "outputs",
     "poison_",
     "poisoned",
     "run_scenario",

@@ -111,6 +111,24 @@ def run_scenario(
     return results
 
 
+def outputs(
+    scenario: Scenario, make_backend: MakeBackend | None = None, *, device: torch.device | str = "cpu"
+) -> list[Tensor]:
+    """What a backend answers, pass by pass and layer by layer, [tokens, heads, v_dim] each.
+
+    For properties that compare two scenarios with each other, bit by bit, instead of with the oracle.
+    """
+    scenario = scenario.to(device)
+    pools = scenario.pools()
+    backend = (make_backend or _default_backend)(scenario.config, pools, scenario.layers)
+    found = []
+    for step in scenario.steps:
+        step.enter(pools)
+        backend.plan(step.batch)
+        found += [backend.forward(call.q, call.k, call.v, call.layer, sinks=call.sinks) for call in step.calls]
+    return found
+
+
 def wrong(results: Iterable[CellResult]) -> list[CellResult]:
     """Those cells that are wrong."""
     return [result for result in results if result.status == WRONG]
@@ -138,8 +156,9 @@ def _run_step(backend: Backend, step: Step, pools: Pools) -> list[CellResult]:
             reason = f"forward raised {type(error).__name__}: {error}"
             result = CellResult(status=WRONG, scenario="", reason=reason)
         changed = inputs.changed()
-        if result.status == EQUAL and changed:
-            result = CellResult(status=WRONG, scenario="", reason=f"plan or forward changed {changed}")
+        if changed:
+            reason = f"plan or forward changed {changed}" + (f"; {result.reason}" if result.reason else "")
+            result = attrs.evolve(result, status=WRONG, reason=reason)
         results.append(attrs.evolve(result, layer_id=call.layer.layer_id))
     return results
 
@@ -173,6 +192,7 @@ class _Inputs:
         self._tensors: dict[str, Tensor] = {"req_to_token": pools.req_to_token}
         self._tensors.update({f"slot_map of {group}": slot_map for group, slot_map in kv.maps.items()})
         self._tensors.update({f"batch.{f.name}": getattr(batch, f.name) for f in attrs.fields(ForwardBatch)})
+        self._tensors.update({f"batch.extras[{name!r}]": value for name, value in batch.extras.items()})
         for call in step.calls:
             owner = f"of layer {call.layer.layer_id}"
             self._tensors.update({f"{name} {owner}": getattr(call, name) for name in ("q", "k", "v", "sinks")})

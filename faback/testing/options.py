@@ -47,7 +47,7 @@ class Options:
         ragged: verify different numbers of tokens per request (topk 1).
         strided_rows: draft extend with rows padded to one length.
         padded_rows: rows of padding behind the requests.
-        padded_tokens: tokens of padding behind the last row (extend, embedding, draft extend).
+        padded_tokens: tokens of padding behind the last row, in modes whose rows have lengths of their own.
         tails: flavour of poisoned table entries, see `faback.testing.poison.TABLE_FLAVOURS`.
         index_dtype: of every index tensor; drawn per tensor if None.
     """

@@ -94,7 +94,9 @@ class _Realiser:
 
     def _table(self, step: StepScript, dtype: torch.dtype) -> Tensor:
         """[rows, columns] with every entry poisoned that is not live in this step."""
-        flavour = self.options.tails or random.Random(f"tails {self.options.seed}").choice(TABLE_FLAVOURS)
+        rng = random.Random(f"tails {self.options.seed}")
+        drawn = rng.choice(TABLE_FLAVOURS)
+        flavour = self.options.tails or drawn
         encoder = max([0, *(request.encoder for request in self.script.requests)])
         columns = encoder + self._longest()
         free = self.script.place.free_slots()
@@ -102,7 +104,7 @@ class _Realiser:
         for row in range(self.script.num_rows):
             live = step.table.get(row, [])
             others = [slot for other, slots in step.table.items() if other != row for slot in slots]
-            tail = poison_entries(flavour, columns - len(live), free=free, live=others, rng=self.rng)
+            tail = poison_entries(flavour, columns - len(live), free=free, live=others, rng=rng)
             table.append(live + tail)
         return torch.tensor(table, dtype=torch.int64).to(dtype)
 

@@ -107,10 +107,9 @@ class Scenario:
 
     def pools(self) -> Pools:
         """A fresh copy of the engine's pools, as they are before the first step."""
-        storage = {layer.layer_id: _cloned(layer, self._pool) for layer in self.layers}
-        maps = {group: slot_map.clone() for group, slot_map in self._pool.maps.items()}
-        kv = attrs.evolve(self._pool, storage=storage, maps=maps)
-        return Pools(req_to_token=self.steps[0].req_to_token.clone(), kv=kv)
+        table = self.steps[0].req_to_token
+        mover = Mover(table.device)
+        return Pools(req_to_token=mover(table), kv=mover.pool(self._pool))
 
     def to(self, device: torch.device | str) -> Scenario:
         """The scenario with its tensors on another device; expectations stay where they are."""
@@ -120,65 +119,55 @@ class Scenario:
         return str(self.options)
 
 
-def _cloned(layer: AttentionLayer, pool: SimulatedPool) -> tuple[Tensor, Tensor]:
-    """Copies of k and v with the strides, and the shared memory, of the originals."""
-    k, v = pool.buffers(layer)
-    base = k if layer.latent or k._base is None else k._base
-    copy = base.clone()
-    dim, v_dim = layer.head_dim, layer.v_head_dim
-    if layer.latent:
-        return copy, copy[..., :v_dim]
-    if base is k:
-        return copy, v.clone()
-    return copy[..., :dim], copy[..., dim : dim + v_dim]
+class Mover:
+    """Copies tensors to a device. Views keep their strides, and views of one allocation share one again."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._bases: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, value: Any) -> Any:
+        """A tensor's copy; anything else as it is."""
+        if not isinstance(value, Tensor):
+            return value
+        base = value if value._base is None else value._base
+        if id(base) not in self._bases:
+            self._bases[id(base)] = (base, base.to(self._device, copy=True))
+        moved = self._bases[id(base)][1]
+        return moved if base is value else moved.as_strided(value.shape, value.stride(), value.storage_offset())
+
+    def pool(self, pool: SimulatedPool) -> SimulatedPool:
+        """A pool with storage and maps of its own."""
+        storage = {layer_id: (self(k), self(v)) for layer_id, (k, v) in pool.storage.items()}
+        return attrs.evolve(pool, storage=storage, maps={group: self(entries) for group, entries in pool.maps.items()})
 
 
 def moved(scenario: Scenario, device: torch.device) -> Scenario:
     """See `Scenario.to`."""
+    mover = Mover(device)
+    layers = {
+        layer.layer_id: attrs.evolve(layer, k_scale=mover(layer.k_scale), v_scale=mover(layer.v_scale))
+        for layer in scenario.layers
+    }
 
-    def there(value: Any) -> Any:
-        return value.to(device) if isinstance(value, Tensor) else value
-
-    def layer_there(layer: AttentionLayer) -> AttentionLayer:
-        return attrs.evolve(layer, k_scale=there(layer.k_scale), v_scale=there(layer.v_scale))
+    def call_there(call: LayerCall) -> LayerCall:
+        tensors = {name: mover(getattr(call, name)) for name in ("q", "k", "v", "sinks")}
+        return attrs.evolve(call, layer=layers[call.layer.layer_id], **tensors)
 
     def batch_there(batch: ForwardBatch) -> ForwardBatch:
-        names = [f.name for f in attrs.fields(ForwardBatch)]
-        return attrs.evolve(batch, **{n: there(getattr(batch, n)) for n in names if not n.endswith("_cpu")})
+        names = [field.name for field in attrs.fields(ForwardBatch) if not field.name.endswith("_cpu")]
+        extras = {name: mover(value) for name, value in batch.extras.items()}
+        return attrs.evolve(batch, **{name: mover(getattr(batch, name)) for name in names} | {"extras": extras})
 
-    layers = {layer.layer_id: layer_there(layer) for layer in scenario.layers}
-    names = ("q", "k", "v", "sinks")
     steps = [
         attrs.evolve(
             step,
             batch=batch_there(step.batch),
-            req_to_token=there(step.req_to_token),
-            slot_maps={group: there(slot_map) for group, slot_map in step.slot_maps.items()},
-            calls=tuple(
-                attrs.evolve(c, layer=layers[c.layer.layer_id], **{n: there(getattr(c, n)) for n in names})
-                for c in step.calls
-            ),
+            req_to_token=mover(step.req_to_token),
+            slot_maps={group: mover(entries) for group, entries in step.slot_maps.items()},
+            calls=tuple(call_there(call) for call in step.calls),
         )
         for step in scenario.steps
     ]
-    pool = scenario.pools().kv
-    assert isinstance(pool, SimulatedPool)
-    storage = {i: _moved_pair(layers[i], *pool.storage[i], device) for i in layers}
-    maps = {group: there(slot_map) for group, slot_map in pool.maps.items()}
-    return attrs.evolve(
-        scenario,
-        layers=tuple(layers.values()),
-        steps=tuple(steps),
-        pool=attrs.evolve(pool, storage=storage, maps=maps),
-    )
-
-
-def _moved_pair(layer: AttentionLayer, k: Tensor, v: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    base = k if k._base is None else k._base
-    if layer.latent:
-        there = base.to(device)
-        return there, there[..., : layer.v_head_dim]
-    if base is k:
-        return k.to(device), v.to(device)
-    both = base.to(device)
-    return both[..., : layer.head_dim], both[..., layer.head_dim :]
+    pool = mover.pool(scenario._pool)
+    return attrs.evolve(scenario, layers=tuple(layers.values()), steps=tuple(steps), pool=pool)

@@ -72,6 +72,7 @@ def verify_step(script: Script, requests: Sequence[Request]) -> None:
     """All drafted tokens at once: a chain, a ragged chain, or a tree whose mask the batch brings."""
     options, padding = script.options, script.padding()
     size, chain = options.num_draft_tokens, options.topk == 1
+    loose = options.padded_tokens if options.ragged else 0
     counts = [script.rng.randint(0, size) if options.ragged else size for _ in [*requests, *padding]]
     rows, table = [], {}
     for request, count in zip(requests, counts, strict=False):
@@ -85,7 +86,7 @@ def verify_step(script: Script, requests: Sequence[Request]) -> None:
         table[request.row] = script.columns(request, request.text + count)
     rows += [RowScript(request=None, queries=(None,) * count) for count in counts[len(requests) :]]
     lens = [request.text for request in requests] + [script.padded_length() for _ in padding]
-    queries = [query for row in rows for query in row.queries] + [None] * options.padded_tokens
+    queries = [query for row in rows for query in row.queries] + [None] * loose
     fields = script.shared_fields([*requests, *padding], lens)
     fields["out_cache_loc"] = script.slots(queries)
     fields["positions"] = [0 if query is None else query.position for query in queries]
@@ -97,7 +98,7 @@ def verify_step(script: Script, requests: Sequence[Request]) -> None:
             mode="target_verify",
             rule="verify_chain" if chain else "verify_tree",
             rows=tuple(rows),
-            loose=options.padded_tokens,
+            loose=loose,
             fields=fields,
             table=table,
             **more,
