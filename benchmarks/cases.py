@@ -1,0 +1,71 @@
+"""The shapes that are measured: rows of the project's table of anchors."""
+
+from __future__ import annotations
+
+import attrs
+
+
+@attrs.frozen
+class Case:
+    """One measured shape.
+
+    Attributes:
+        name: what the report calls it.
+        lens: (cached, new) tokens per request; drafting and verification: committed and drafted.
+        page_size: tokens per page.
+        window: inclusive left distance, None without.
+        fp8: the cache holds e4m3.
+        tree: the new tokens are a tree to verify.
+        target_us: what it is meant to take, microseconds.
+    """
+
+    name: str
+    lens: tuple[tuple[int, int], ...]
+    page_size: int = 16
+    window: int | None = None
+    fp8: bool = False
+    tree: bool = False
+    target_us: float | None = None
+
+    @property
+    def mode(self) -> str:
+        """The forward mode."""
+        if self.tree:
+            return "target_verify"
+        return "decode" if all(new == 1 for _, new in self.lens) else "extend"
+
+
+def decode(bs: int, ctx: int, target: float, **options: object) -> Case:
+    """Equal requests of one context length."""
+    extra = "".join(f" {k} {v}" for k, v in options.items())
+    return Case(f"decode bs {bs} ctx {ctx}{extra}", ((ctx - 1, 1),) * bs, target_us=target, **options)  # type: ignore[arg-type]
+
+
+def verify(bs: int, ctx: int, drafts: int, target: float) -> Case:
+    """Equal requests with a tree of drafts each."""
+    return Case(f"tree verify bs {bs} ctx {ctx} nd {drafts}", ((ctx, drafts),) * bs, tree=True, target_us=target)
+
+
+CASES = (
+    decode(1, 8192, 12),
+    decode(1, 131072, 128),
+    decode(16, 4096, 69),
+    decode(64, 4096, 245, page_size=1),
+    decode(64, 4096, 245),
+    decode(64, 4096, 245, page_size=64),
+    decode(128, 2048, 250),
+    decode(256, 1024, 255),
+    decode(32, 32768, 945),
+    Case("decode ragged 1 x 131072 + 63 x 1024", ((131071, 1),) + ((1023, 1),) * 63, target_us=195),
+    decode(64, 8192, 70, window=1023),
+    decode(16, 32768, 70, window=4095),
+    decode(64, 4096, 150, fp8=True),
+    verify(1, 4096, 64, 24),
+    verify(16, 4096, 16, 88),
+    verify(32, 4096, 8, 142),
+    verify(32, 4096, 64, 320),
+    verify(8, 32768, 32, 320),
+    Case("prefill 1 x 8192", ((0, 8192),), target_us=1295),
+    Case("prefill 1 x 32768", ((0, 32768),), target_us=17489),
+    Case("extend 4 x 2048 after 2048", ((2048, 2048),) * 4),
+)
