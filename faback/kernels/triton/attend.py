@@ -21,24 +21,24 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def scores_of(x, scale, softcap, HAS_SOFTCAP: tl.constexpr):
-    """Raw dot products -> scaled, capped scores in base 2."""
-    x = x * scale
-    if HAS_SOFTCAP:
-        # tanh by exp, safe at both ends: 1 - 2 / (exp(2y) + 1)
-        y = tl.exp2(x * (2.0 * LOG2E / softcap))
-        x = softcap - 2.0 * softcap / (y + 1.0)
-    return x * LOG2E
+def capped(x, scale, softcap):
+    """Raw dot products -> softcap * tanh(scale * x / softcap), by exp, safe at both ends."""
+    y = tl.exp2(x * (scale * 2.0 * LOG2E / softcap))
+    return softcap - 2.0 * softcap / (y + 1.0)
 
 
 @triton.jit
-def absorb(x, seen, m, total, acc):
-    """Online softmax: takes scores [M, N] in; returns weights [M, N], and m, total, acc rescaled."""
-    x = tl.where(seen, x, float("-inf"))
-    highest = tl.maximum(m, tl.max(x, 1))
+def absorb(x, factor, seen, m, total, acc, MASKED: tl.constexpr):
+    """Online softmax: takes scores factor * x [M, N] in; returns weights [M, N], and m, total, acc rescaled.
+
+    `factor` is positive and includes log2(e): everything here is in base 2.
+    """
+    if MASKED:
+        x = tl.where(seen, x, float("-inf"))
+    highest = tl.maximum(m, tl.max(x, 1) * factor)
     # A query that has seen nothing yet keeps -inf, from which nothing may be subtracted.
-    base = tl.where(highest == float("-inf"), 0.0, highest)
-    p = tl.exp2(x - base[:, None])
+    base = tl.where(highest == float("-inf"), 0.0, highest) if MASKED else highest
+    p = tl.exp2(x * factor - base[:, None])
     shrink = tl.exp2(m - base)
     return p, highest, total * shrink + tl.sum(p, 1), acc * shrink[:, None]
 
@@ -55,10 +55,11 @@ def dot(a, b, acc, FP32: tl.constexpr, UPCAST: tl.constexpr):
 
 @triton.jit
 def score_tile(
-    q_main, q_rest, k_base, slot, exists, k_slot, d_main, d_rest, scale, softcap,
+    q_main, q_rest, peak, k_base, slot, exists, k_slot, d_main, d_rest, scale, softcap,
     DK: tl.constexpr, DR: tl.constexpr, HAS_SOFTCAP: tl.constexpr, FP32: tl.constexpr, UPCAST: tl.constexpr,
+    FP8: tl.constexpr,
 ):  # fmt: skip
-    """Keys [K_MAIN, N] at slots, and the scores [M, N] of the queries against them."""
+    """Keys [K_MAIN, N] at slots, and the raw scores [M, N] of the queries against them, capped if there is a cap."""
     k_ptr = k_base + slot[None, :] * k_slot
     keys = tl.load(k_ptr + d_main[:, None], mask=exists[None, :] & (d_main[:, None] < DK), other=0.0)
     keys = keys.to(q_main.dtype)
@@ -66,22 +67,63 @@ def score_tile(
     if DR > 0:
         rest = tl.load(k_ptr + d_rest[:, None], mask=exists[None, :] & (d_rest[:, None] < DK), other=0.0)
         x = dot(q_rest, rest.to(q_main.dtype), x, FP32, UPCAST)
-    return keys, scores_of(x, scale, softcap, HAS_SOFTCAP)
+    if FP8:
+        x = x * peak[:, None]
+    if HAS_SOFTCAP:
+        x = capped(x, scale, softcap)
+    return keys, x
 
 
 @triton.jit
 def add_tile(
-    x, seen, keys, v_base, slot, exists, v_slot, d_value, m, total, acc,
-    DV: tl.constexpr, SHARE_KV: tl.constexpr, FP32: tl.constexpr, UPCAST: tl.constexpr,
+    x, factor, seen, keys, v_base, slot, exists, v_slot, d_value, m, total, acc,
+    DV: tl.constexpr, SHARE_KV: tl.constexpr, FP32: tl.constexpr, UPCAST: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Takes one tile's scores and its values into m, total and acc."""
-    weights, m, total, acc = absorb(x, seen & exists[None, :], m, total, acc)
+    weights, m, total, acc = absorb(x, factor, seen, m, total, acc, MASKED)
     if SHARE_KV:
         values = tl.trans(keys)
     else:
         v_ptr = v_base + slot[:, None] * v_slot
         values = tl.load(v_ptr + d_value, mask=exists[:, None] & (d_value < DV), other=0.0).to(keys.dtype)
     return m, total, dot(weights.to(keys.dtype), values, acc, FP32, UPCAST)
+
+
+@triton.jit
+def committed_tile(
+    n, last, prefix, low, kept, shard, shards, table, req_to_token, slot_map, p, left, right, chunk,
+    q_main, q_rest, peak, k_base, v_base, k_slot, v_slot, d_main, d_rest, d_value, scale, softcap, factor,
+    m, total, acc,
+    BLOCK_N: tl.constexpr, DK: tl.constexpr, DR: tl.constexpr, DV: tl.constexpr, CAUSAL: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    HAS_KEEP: tl.constexpr, SHARE_KV: tl.constexpr, FP32: tl.constexpr, UPCAST: tl.constexpr, FP8: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """One tile of committed keys, from index n of the span. Without MASKED every query sees every key of it."""
+    i = n + tl.arange(0, BLOCK_N)
+    exists = i < last
+    t = tl.where(i < prefix, i, i - prefix + low) if HAS_KEEP else i + low
+    if req_to_token is not None:
+        slot = slots_of(t, exists, table, slot_map)
+    else:
+        slot = (table + t).to(tl.int64)
+    keys, x = score_tile(
+        q_main, q_rest, peak, k_base, slot, exists, k_slot, d_main, d_rest, scale, softcap,
+        DK, DR, HAS_SOFTCAP, FP32, UPCAST, FP8,
+    )  # fmt: skip
+    seen = exists[None, :]
+    if MASKED:
+        at = t * shards + shard
+        seen = near(p[:, None], at[None, :], left, right, chunk, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)
+        if HAS_KEEP:
+            seen = seen | (at < kept)[None, :]
+        if CAUSAL:
+            seen = seen & (at[None, :] <= p[:, None])
+        seen = seen & exists[None, :]
+    return add_tile(
+        x, factor, seen, keys, v_base, slot, exists, v_slot, d_value, m, total, acc,
+        DV, SHARE_KV, FP32, UPCAST, MASKED,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -99,10 +141,10 @@ def attend(
     GROUP: tl.constexpr, DK: tl.constexpr, DR: tl.constexpr, DV: tl.constexpr,
     K_MAIN: tl.constexpr, K_REST: tl.constexpr, V_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
-    FIXED_SPLIT: tl.constexpr, KEY_ROWS: tl.constexpr,
+    FIXED_SPLIT: tl.constexpr, MERGE: tl.constexpr, KEY_ROWS: tl.constexpr,
     CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_CHUNK: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, COMMITTED: tl.constexpr, HAS_TAIL: tl.constexpr, PER_QUERY: tl.constexpr,
-    SHARE_KV: tl.constexpr, SCALE_HEADS: tl.constexpr, FP32: tl.constexpr, UPCAST: tl.constexpr,
+    SHARE_KV: tl.constexpr, SCALE_HEADS: tl.constexpr, FP32: tl.constexpr, UPCAST: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     """One work item of one KV head. Grid: (work items, KV heads). Shapes as in `Segment` and `KernelProvider.run`."""
     item, head = tl.program_id(0), tl.program_id(1)
@@ -134,6 +176,15 @@ def attend(
     q_rest = q_main
     if DR > 0:
         q_rest = tl.load(q_ptr[:, None] + d_rest, mask=queries[:, None] & (d_rest < DK), other=0.0)
+    peak = tl.zeros((BLOCK_M,), tl.float32)
+    if FP8:
+        # 8-bit floats become 16-bit ones in one instruction where those are float16, whose range q is brought into.
+        peak = tl.max(tl.abs(q_main.to(tl.float32)), 1)
+        if DR > 0:
+            peak = tl.maximum(peak, tl.max(tl.abs(q_rest.to(tl.float32)), 1))
+        peak = tl.where(peak > 0, peak, 1.0)
+        q_main = (q_main.to(tl.float32) / peak[:, None]).to(tl.float16)
+        q_rest = (q_rest.to(tl.float32) / peak[:, None]).to(tl.float16)
     # ---- keys of the row, and where the queries stand
     committed = tl.load(kv_len + row, mask=owned, other=0).to(tl.int32)
     tail = 0
@@ -200,32 +251,42 @@ def attend(
         key_scale = tl.load(k_scale + head * SCALE_HEADS)
         value_scale = tl.load(v_scale + head * SCALE_HEADS)
     k_base, v_base = k + head * k_head, v + head * v_head
-    columns = tl.arange(0, BLOCK_N)
-    for n in range(first, last, BLOCK_N):
-        i = n + columns
-        exists = i < last
-        t = i
-        if keep is not None:
-            t = tl.where(i < prefix, i, i - prefix + low)
-        else:
-            t = i + low
-        if req_to_token is not None:
-            slot = slots_of(t, exists, table, slot_map)
-        else:
-            slot = (table + t).to(tl.int64)
-        keys, x = score_tile(
-            q_main, q_rest, k_base, slot, exists, k_slot, d_main, d_rest, scale * key_scale, softcap,
-            DK, DR, HAS_SOFTCAP, FP32, UPCAST,
+    factor = LOG2E if HAS_SOFTCAP else scale * key_scale * LOG2E
+    # Tiles that every query sees whole come first and need no mask; the ragged ones at both ends follow.
+    clear_low, clear_high = low, high
+    if HAS_LEFT:
+        clear_low = tl.maximum(clear_low, tl.maximum(0, tl.cdiv(highest - left - shard, shards)))
+    if HAS_CHUNK:
+        border = highest // chunk * chunk
+        clear_low = tl.maximum(clear_low, tl.maximum(0, tl.cdiv(border - shard, shards)))
+        clear_high = tl.minimum(clear_high, tl.maximum(0, tl.cdiv((lowest // chunk + 1) * chunk - shard, shards)))
+    if HAS_RIGHT:
+        clear_high = tl.minimum(clear_high, tl.maximum(0, tl.cdiv(lowest + right + 1 - shard, shards)))
+    if CAUSAL:
+        clear_high = tl.minimum(clear_high, tl.maximum(0, tl.cdiv(lowest + 1 - shard, shards)))
+    clear_from = first + tl.cdiv(tl.maximum(clear_low - low + prefix - first, 0), BLOCK_N) * BLOCK_N
+    clear_till = (
+        clear_from + tl.maximum(tl.minimum(clear_high - low + prefix, last) - clear_from, 0) // BLOCK_N * BLOCK_N
+    )
+    clear_from = tl.minimum(clear_from, clear_till)
+    for n in range(clear_from, clear_till, BLOCK_N):
+        m, total, acc = committed_tile(
+            n, last, prefix, low, kept, shard, shards, table, req_to_token, slot_map, p, left, right, chunk,
+            q_main, q_rest, peak, k_base, v_base, k_slot, v_slot, d_main, d_rest, d_value, scale * key_scale, softcap,
+            factor, m, total, acc, BLOCK_N, DK, DR, DV, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SOFTCAP,
+            keep is not None, SHARE_KV, FP32, UPCAST, FP8, False,
         )  # fmt: skip
-        at = t * shards + shard
-        seen = near(p[:, None], at[None, :], left, right, chunk, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)
-        if keep is not None:
-            seen = seen | (at < kept)[None, :]
-        if CAUSAL:
-            seen = seen & (at[None, :] <= p[:, None])
-        m, total, acc = add_tile(
-            x, seen, keys, v_base, slot, exists, v_slot, d_value, m, total, acc, DV, SHARE_KV, FP32, UPCAST
-        )
+    before = tl.cdiv(clear_from - first, BLOCK_N)
+    for j in range(0, before + tl.cdiv(tl.maximum(last - clear_till, 0), BLOCK_N)):
+        n = tl.where(j < before, first + j * BLOCK_N, clear_till + (j - before) * BLOCK_N)
+        m, total, acc = committed_tile(
+            n, tl.where(j < before, tl.minimum(last, clear_from), last), prefix, low, kept, shard, shards, table,
+            req_to_token, slot_map, p, left, right, chunk,
+            q_main, q_rest, peak, k_base, v_base, k_slot, v_slot, d_main, d_rest, d_value, scale * key_scale, softcap,
+            factor, m, total, acc, BLOCK_N, DK, DR, DV, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SOFTCAP,
+            keep is not None, SHARE_KV, FP32, UPCAST, FP8, True,
+        )  # fmt: skip
+    columns = tl.arange(0, BLOCK_N)
     # ---- tail: the last split's
     if HAS_TAIL:
         if split == splits - 1:
@@ -241,11 +302,14 @@ def attend(
                     if DR > 0:
                         rest = tl.load(k_ptr + d_rest, mask=queries[:, None] & (d_rest < DK), other=0.0)
                         x1 += tl.sum(q_rest.to(tl.float32) * rest.to(tl.float32), 1)
-                    x1 = scores_of(x1, scale * key_scale, softcap, HAS_SOFTCAP)
+                    if FP8:
+                        x1 = x1 * peak
+                    if HAS_SOFTCAP:
+                        x1 = capped(x1, scale * key_scale, softcap)
                     seen1 = queries & near(p, at, left, right, chunk, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)
                     if CAUSAL:
                         seen1 = seen1 & (at <= p)
-                    weights, m, total, acc = absorb(x1[:, None], seen1[:, None], m, total, acc)
+                    weights, m, total, acc = absorb(x1[:, None], factor, seen1[:, None], m, total, acc, True)
                     v_ptr = v_base + slot[:, None] * v_slot
                     values = tl.load(v_ptr + d_value, mask=queries[:, None] & (d_value < DV), other=0.0)
                     acc += weights * values.to(tl.float32)
@@ -260,8 +324,8 @@ def attend(
                     else:
                         slot = slots_of(begin_tail + c, exists, table, slot_map)
                     keys, x = score_tile(
-                        q_main, q_rest, k_base, slot, exists, k_slot, d_main, d_rest, scale * key_scale, softcap,
-                        DK, DR, HAS_SOFTCAP, FP32, UPCAST,
+                        q_main, q_rest, peak, k_base, slot, exists, k_slot, d_main, d_rest, scale * key_scale, softcap,
+                        DK, DR, HAS_SOFTCAP, FP32, UPCAST, FP8,
                     )  # fmt: skip
                     at = begin_tail + c
                     if tail_positions is not None:
@@ -277,8 +341,9 @@ def attend(
                     elif CAUSAL:
                         seen = seen & (at[None, :] <= p[:, None])
                     m, total, acc = add_tile(
-                        x, seen, keys, v_base, slot, exists, v_slot, d_value, m, total, acc, DV, SHARE_KV, FP32, UPCAST
-                    )
+                        x, factor, seen & exists[None, :], keys, v_base, slot, exists, v_slot, d_value, m, total, acc,
+                        DV, SHARE_KV, FP32, UPCAST, True,
+                    )  # fmt: skip
     # ---- merge of the splits, by the last to arrive
     complete = True
     if splits > 1:
@@ -286,9 +351,9 @@ def attend(
         group = item - split
         lines = tl.arange(0, BLOCK_M)
         place = (item * heads + head).to(tl.int64) * BLOCK_M + lines
-        tl.store(partial_acc + place[:, None] * V_BLOCK + d_value, acc)
-        tl.store(partial_ml + place * 2, m)
-        tl.store(partial_ml + place * 2 + 1, total)
+        tl.store(partial_acc + place[:, None] * V_BLOCK + d_value, acc, mask=inside[:, None])
+        tl.store(partial_ml + place * 2, m, mask=inside)
+        tl.store(partial_ml + place * 2 + 1, total, mask=inside)
         tl.debug_barrier()
         arrived = tl.atomic_add(arrivals + group * heads + head, 1, sem="acq_rel")
         complete = arrived == splits - 1
@@ -299,18 +364,28 @@ def attend(
         m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
         acc = tl.zeros((BLOCK_M, V_BLOCK), tl.float32)
-        for s in range(0, wanted):
-            place = ((group + s) * heads + head).to(tl.int64) * BLOCK_M + lines
-            m_part = tl.load(partial_ml + place * 2, cache_modifier=".cg")
-            total_part = tl.load(partial_ml + place * 2 + 1, cache_modifier=".cg")
-            part = tl.load(partial_acc + place[:, None] * V_BLOCK + d_value, cache_modifier=".cg")
-            higher = tl.maximum(m, m_part)
+        batch = tl.arange(0, MERGE)
+        for s in range(0, wanted, MERGE):
+            present = s + batch < splits
+            places = ((group + s + batch) * heads + head).to(tl.int64)[:, None] * BLOCK_M + lines[None, :]
+            held = present[:, None] & inside[None, :]
+            m_part = tl.load(partial_ml + places * 2, mask=held, other=float("-inf"), cache_modifier=".cg")
+            total_part = tl.load(partial_ml + places * 2 + 1, mask=held, other=0.0, cache_modifier=".cg")
+            part = tl.load(
+                partial_acc + places[:, :, None] * V_BLOCK + d_value[None, None, :],
+                mask=held[:, :, None],
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            higher = tl.maximum(m, tl.max(m_part, 0))
             base = tl.where(higher == float("-inf"), 0.0, higher)
-            old, new = tl.exp2(m - base), tl.exp2(m_part - base)
-            total = total * old + total_part * new
-            acc = acc * old[:, None] + part * new[:, None]
+            old, new = tl.exp2(m - base), tl.exp2(m_part - base[None, :])
+            total = total * old + tl.sum(total_part * new, 0)
+            acc = acc * old[:, None] + tl.sum(part * new[:, :, None], 0)
             m = higher
     # ---- out
+    total = tl.where(queries, total, 0.0)  # a padded query has seen what it should not
+    acc = tl.where(queries[:, None], acc, 0.0)
     denominator = total
     m = tl.where(total > 0, m, 0.0)
     if sinks is not None:

@@ -214,6 +214,7 @@ def _constants(segment: Segment, layer: LayerKind, request: KernelRequest, tile:
         "BLOCK_N": tile.block_n,
         "ROWS": power_of_two(segment.rows + 1),
         "FIXED_SPLIT": fixed,
+        "MERGE": max(1, 8192 // (tile.block_m * v_block)),
         "KEY_ROWS": view is not None and not view.dense,
         "CAUSAL": rule.causal,
         "HAS_LEFT": rule.window[0] is not None or rule.row_window is not None,
@@ -226,6 +227,7 @@ def _constants(segment: Segment, layer: LayerKind, request: KernelRequest, tile:
         "SHARE_KV": layer.latent and layer.v_head_dim == main == v_block,
         "FP32": request.q_dtype == torch.float32,
         "UPCAST": interpreting(),
+        "FP8": request.kv_dtype in FP8 and request.q_dtype != torch.float32,
         "num_warps": tile.warps,
         "num_stages": tile.stages,
     }

@@ -60,7 +60,7 @@ def find_work(
         splits = tl.cdiv(tiles, FIXED_SPLIT)
     else:
         per_split = tl.maximum(tl.cdiv(tl.sum(blocks * tiles, 0), target), 2)
-        splits = tl.cdiv(tiles, per_split)
+        splits = tl.maximum((tiles + per_split // 2) // per_split, 1)
     items = blocks * splits
     ends = tl.cumsum(items, 0)
     row = tl.sum((ends <= item).to(tl.int32), 0)
