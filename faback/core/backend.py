@@ -64,6 +64,7 @@ class AttentionBackend:
         if typos:
             wanted = f"forward modes {sorted(self._modes)} or 'default'"
             raise ConfigError("config.kernels", wanted=wanted, got=", ".join(typos))
+        self._check_options()
         self._ops = self.registry.device_ops(self.device)
         self._constants: dict[Any, Tensor] = {}
         self._arch = _arch(self.device)
@@ -254,6 +255,15 @@ class AttentionBackend:
             absent=self._selector.absent,
         )
 
+    def _check_options(self) -> None:
+        """Raises for settings of a plugin that is not there: misspelt, not installed, broken or blocked."""
+        brought = {c.value.key for c in self._builders()} | {k.name for k in self._selector.kernels}
+        known = brought | {record.name for record in self.registry.records if record.status == "loaded"}
+        strangers = sorted(set(self.config.options) - known)
+        if strangers:
+            hint = "`faback doctor` lists the plugins that were loaded and those that broke."
+            raise ConfigError("config.options", wanted=f"settings of {sorted(known)}", got=strangers, hint=hint)
+
     def _builders(self) -> list[Contribution[Any]]:
         return [*self._modes.values(), *self._overlays]
 
@@ -381,12 +391,17 @@ def _arch(device: torch.device) -> int:
 
 def _by_head(tensor: Tensor | None, heads: int, dim: int) -> Tensor | None:
     """[tokens, heads * dim] -> [tokens, heads, dim]."""
-    return tensor if tensor is None or tensor.ndim == 3 else tensor.view(tensor.shape[0], heads, dim)
+    if tensor is None or tensor.ndim == 3:
+        return tensor
+    if tensor.shape[1:] != (heads * dim,):
+        wanted = f"[tokens, {heads}, {dim}] or [tokens, {heads * dim}]"
+        raise BatchError("q, k or v", wanted=wanted, got=list(tensor.shape))
+    return tensor.view(tensor.shape[0], heads, dim)
 
 
 def _fused(tensor: Tensor | None, rope: Tensor | None, heads: int, dim: int) -> Any:
     """q or k whole, by head, its trailing part appended where it came apart."""
     if tensor is None or rope is None:
         return _by_head(tensor, heads, dim)
-    tokens = tensor.shape[0]
-    return torch.cat([tensor.reshape(tokens, heads, -1), rope.reshape(tokens, heads, -1)], dim=-1)
+    cut = dim - (rope.shape[-1] if rope.ndim == 3 else rope.shape[-1] // heads)
+    return torch.cat([_by_head(tensor, heads, cut), _by_head(rope, heads, dim - cut)], dim=-1)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import attrs
 import torch
 
 from faback.core.errors import ConfigError
+
+T = TypeVar("T")
 
 ATTENTION_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -89,6 +92,26 @@ class BackendConfig:
     disable_plugins: tuple[str, ...] = attrs.field(default=(), converter=_names, validator=_strings)
     require_plugins: tuple[str, ...] = attrs.field(default=(), converter=_names, validator=_strings)
     options: Mapping[str, Mapping[str, Any]] = attrs.field(factory=dict)
+
+    def configured(self, name: str, make: Callable[..., T]) -> T | None:
+        """`make(**options[name])`, or None where the options do not name it.
+
+        Args:
+            name: a plugin's, or what it brings.
+            make: what takes the settings as keyword arguments.
+
+        Raises:
+            ConfigError: settings that `make` does not have.
+        """
+        settings = self.options.get(name)
+        if settings is None:
+            return None
+        try:
+            bound = inspect.signature(make).bind(**settings)
+        except TypeError as error:
+            wanted = f"settings {inspect.signature(make)}"
+            raise ConfigError(f"config.options[{name!r}]", wanted=wanted, got=dict(settings)) from error
+        return make(*bound.args, **bound.kwargs)
 
     def kernel_for(self, forward_mode: str) -> str:
         """The name that `kernels` chooses for a forward mode; "auto" leaves it to the ranking."""

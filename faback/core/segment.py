@@ -197,6 +197,8 @@ class Segment:
         committed: False where the committed keys are left to another part and only the tail is seen; `kv_len` then
             still says where the tail begins.
         exchange: what is exchanged with other ranks before and after, or None.
+        absolute: False where the keys of a row may begin in the middle of a request, so that positions tell distances
+            alone.
     """
 
     rows: int
@@ -214,6 +216,7 @@ class Segment:
     q_len: Tensor | None = None
     committed: bool = True
     exchange: Exchange | None = None
+    absolute: bool = True
 
     def features(self) -> frozenset[str]:
         """The `FEATURES` that this segment needs of a kernel."""

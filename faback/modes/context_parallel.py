@@ -197,24 +197,22 @@ def _shard_lens(out: Tensor, lens: Tensor, *, rank: int, ranks: int) -> None:
     out.copy_(torch.div(lens + ranks - 1 - rank, ranks, rounding_mode="floor"))
 
 
-def _group(config: BackendConfig, name: str) -> Group | None:
-    options = config.options.get(name)
-    if options is None:
-        return None
-    group = options.get("group", dist.group.WORLD if dist.is_initialized() else None)
+def _checked(group: Group | None = None) -> Group:
+    """The group that the options name, or that of all processes."""
+    group = group or (dist.group.WORLD if dist.is_initialized() else None)
     if not isinstance(group, Group):
         hint = "Call torch.distributed.init_process_group first."
-        raise ConfigError(f"config.options[{name!r}]['group']", wanted="a process group", got=group, hint=hint)
+        raise ConfigError("config.options[...]['group']", wanted="a process group", got=group, hint=hint)
     return group
 
 
 @hookimpl
 def faback_modes(config: BackendConfig) -> list[Mode]:
-    group = _group(config, "context_parallel")
+    group = config.configured("context_parallel", _checked)
     return [] if group is None else [ContextParallel(group)]
 
 
 @hookimpl
 def faback_overlays(config: BackendConfig) -> list[Overlay]:
-    group = _group(config, "decode_context_parallel")
+    group = config.configured("decode_context_parallel", _checked)
     return [] if group is None else [DecodeContextParallel(group)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import attrs
+import torch
 
 from faback.core.batch import ForwardBatch
 from faback.core.config import BackendConfig
@@ -53,8 +54,21 @@ class NoCache(Overlay):
         if lens is None:
             lens = ws.row_lens("raw_lens", segment.max_seqlen_q, active=batch.req_pool_indices)
         return attrs.evolve(
-            segment, kv=None, kv_len=lens, max_kv_len=segment.max_seqlen_q, write=KVWrite(), tail=None, positions=None
+            segment,
+            kv=None,
+            kv_len=lens,
+            max_kv_len=segment.max_seqlen_q,
+            write=KVWrite(),
+            tail=None,
+            positions=None,
+            absolute=_whole(batch),
         )
+
+
+def _whole(batch: ForwardBatch) -> bool:
+    """Whether the host knows that the batch brings its requests from their first token on."""
+    total, new = batch.seq_lens_cpu, batch.extend_seq_lens_cpu
+    return total is not None and new is not None and torch.equal(total.long(), new.long())
 
 
 @hookimpl

@@ -7,6 +7,7 @@ import attrs
 from faback.core.batch import ForwardBatch
 from faback.core.config import BackendConfig
 from faback.core.contracts import Overlay, PlanContext
+from faback.core.errors import BatchError
 from faback.core.hooks import hookimpl
 from faback.core.layer import LayerKind
 from faback.core.segment import Segment
@@ -17,6 +18,7 @@ class LocalAttention(Overlay):
     """Token p sees [chunk * (p // chunk), p]. Chunks are counted from the first token, whatever the page size."""
 
     key = "local_attention"
+    after = ("no_cache",)
     honours = frozenset({"chunk"})
 
     def applies(self, layer: LayerKind) -> bool:
@@ -25,6 +27,10 @@ class LocalAttention(Overlay):
     def transform(
         self, segment: Segment, layer: LayerKind, batch: ForwardBatch, ws: Workspace, ctx: PlanContext
     ) -> Segment:
+        if not segment.absolute:
+            wanted = "keys counted from the first token of each request"
+            got = f"mode {batch.forward_mode!r} over a part of them"
+            raise BatchError("local attention", wanted=wanted, got=got, hint="Bring all keys at once: mode 'one_shot'.")
         return attrs.evolve(segment, visibility=attrs.evolve(segment.visibility, chunk=layer.chunk))
 
 

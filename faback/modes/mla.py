@@ -49,6 +49,7 @@ class PrefixChunk(Mode):
             kv=None,
             cu_seqlens_k=ws.offsets("cu_seqlens_k", lens),
             positions=ws.fill("positions", (batch.num_tokens,), _relative_positions, *stands),
+            absolute=False,
         )
 
 

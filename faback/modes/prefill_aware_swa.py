@@ -103,5 +103,5 @@ def _row_window(out: Tensor, rows: Tensor, *, later: int, prompt: int) -> None:
 
 @hookimpl
 def faback_overlays(config: BackendConfig) -> list[Overlay]:
-    options = config.options.get("prefill_aware_swa")
-    return [] if options is None else [PrefillAwareWindow(**options)]
+    overlay = config.configured(PrefillAwareWindow.key, PrefillAwareWindow)
+    return [] if overlay is None else [overlay]

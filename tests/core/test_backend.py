@@ -63,6 +63,20 @@ def test_buffers_that_do_not_fit_the_layer(world, layer, change):
         AttentionBackend(made.config, made.pools, [layer(5, **change)], registry=made.backend.registry)
 
 
+def test_settings_that_nobody_takes_are_refused(world, layer):
+    made = world([layer()], [1], [1])
+    config = attrs.evolve(made.config, options={"prefil_aware_swa": {}})
+    with pytest.raises(ConfigError, match="prefil_aware_swa"):
+        AttentionBackend(config, made.pools, [layer()], registry=made.backend.registry)
+
+
+def test_parts_that_do_not_fit_are_refused(world, layer):
+    made = world([layer()], [1], [1])
+    made.backend.plan(made.batch("decode"))
+    with pytest.raises(BatchError, match="q, k or v"):
+        made.backend.forward(torch.zeros(1, 5), None, None, made.backend.layers[0])
+
+
 def test_a_layer_kind_without_a_kernel_is_refused_with_all_reasons(world, layer):
     made = world([layer()], [1], [1])
     point = Point(faback_kernels=[Limited("limited", without=("softcap", "sinks"), max_head_dim=4)])

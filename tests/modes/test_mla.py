@@ -98,7 +98,6 @@ def test_split_queries_and_keys_are_fused_ones(mode, page):
         assert torch.equal(fused, split)
 
 
-@pytest.mark.xfail(strict=True, reason="no token has no head size to infer")
 def test_split_parts_of_no_token():
     scenario = Scenario.make(overlay="mla", mode="decode", batch_size=0)
     backend = AttentionBackend(scenario.config, scenario.pools(), scenario.layers)
@@ -272,7 +271,6 @@ def test_nothing_un_absorbed_touches_the_pool(kernel):
     assert torch.equal(pool.view(torch.int32), before.view(torch.int32))
 
 
-@pytest.mark.xfail(strict=True, reason="borders of local attention are counted from the first key of the call")
 def test_chunks_of_local_layers_are_refused_or_right(kernel):
     """A prefix chunk need not begin where a chunk of local attention does."""
     model = Model(PAIRS, kernel, chunk=5)
@@ -281,6 +279,29 @@ def test_chunks_of_local_layers_are_refused_or_right(kernel):
     except BatchError:
         return
     close(parts, model.run_at_once())
+
+
+@pytest.mark.parametrize(("prefix", "legal"), [(0, True), (2, False)])
+def test_new_tokens_of_local_layers_are_counted_from_the_first(prefix, legal):
+    """Keys that come with the call are the whole request only where nothing was cached before."""
+    layer = AttentionLayer(layer_id=0, num_q_heads=2, num_kv_heads=2, head_dim=8, chunk=3, kv_group="none")
+    scenario = Scenario.make(mode="extend", page_size=1)
+    backend = AttentionBackend(scenario.config, scenario.pools(), [layer])
+    lens, new = torch.tensor([prefix + 4]), torch.tensor([4])
+    batch = ForwardBatch(
+        forward_mode="extend",
+        req_pool_indices=torch.tensor([1]),
+        seq_lens=lens,
+        seq_lens_cpu=lens,
+        out_cache_loc=torch.arange(1, 5),
+        extend_seq_lens=new,
+        extend_seq_lens_cpu=new,
+    )
+    if legal:
+        backend.plan(batch)
+        return
+    with pytest.raises(BatchError, match="local attention"):
+        backend.plan(batch)
 
 
 @pytest.mark.parametrize("name", ["chunk_lens", "chunk_starts"])
