@@ -404,4 +404,5 @@ def _fused(tensor: Tensor | None, rope: Tensor | None, heads: int, dim: int) -> 
     if tensor is None or rope is None:
         return _by_head(tensor, heads, dim)
     cut = dim - (rope.shape[-1] if rope.ndim == 3 else rope.shape[-1] // heads)
-    return torch.cat([_by_head(tensor, heads, cut), _by_head(rope, heads, dim - cut)], dim=-1)
+    parts: Any = (_by_head(tensor, heads, cut), _by_head(rope, heads, dim - cut))
+    return torch.cat(parts, dim=-1)

@@ -17,6 +17,12 @@ from faback.kernels.triton.rules import near, slots_of
 from faback.kernels.triton.schedule import find_work
 
 LOG2E = tl.constexpr(1.4426950408889634)
+COUNTS = (
+    "table_row", "tail_row", "mask_row", "lse_token", "rows", "tokens", "target", "reach", "left", "right", "chunk",
+    "shard", "shards",
+)  # fmt: skip
+"""Arguments that change with the traffic, for whose sake nothing is compiled anew."""
+TAIL_TILES = tl.constexpr(3)
 LN2 = tl.constexpr(0.6931471805599453)
 
 
@@ -28,8 +34,11 @@ def capped(x, scale, softcap):
 
 
 @triton.jit
-def absorb(x, factor, seen, m, total, acc, MASKED: tl.constexpr):
+def absorb(x, factor, seen, m, total, acc, MASKED: tl.constexpr, SPREAD: tl.constexpr):
     """Online softmax: takes scores factor * x [M, N] in; returns weights [M, N], and m, total, acc rescaled.
+
+    With SPREAD the sums stay spread over N until the end: where a row belongs to several warps, each sum would cost
+    them a round through shared memory.
 
     `factor` is positive and includes log2(e): everything here is in base 2.
     """
@@ -40,7 +49,8 @@ def absorb(x, factor, seen, m, total, acc, MASKED: tl.constexpr):
     base = tl.where(highest == float("-inf"), 0.0, highest) if MASKED else highest
     p = tl.exp2(x * factor - base[:, None])
     shrink = tl.exp2(m - base)
-    return p, highest, total * shrink + tl.sum(p, 1), acc * shrink[:, None]
+    total = total * shrink[:, None] + p if SPREAD else total * shrink + tl.sum(p, 1)
+    return p, highest, total, acc * shrink[:, None]
 
 
 @triton.jit
@@ -54,19 +64,59 @@ def dot(a, b, acc, FP32: tl.constexpr, UPCAST: tl.constexpr):
 
 
 @triton.jit
+def widened(x, dtype: tl.constexpr, UPCAST: tl.constexpr):
+    """Cached numbers in the dtype they are multiplied in. 8-bit ones become float16 before they are laid out for that,
+    because wider tiles can be transposed on their way from shared memory.
+    """
+    if x.dtype == tl.float8e4nv and dtype == tl.float16 and not UPCAST:
+        return tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b16 low, high;
+            mov.b32 {low, high}, $2;
+            cvt.rn.f16x2.e4m3x2 $0, low;
+            cvt.rn.f16x2.e4m3x2 $1, high;
+            }
+            """,
+            "=r,=r,r",
+            args=[x.to(tl.uint8, bitcast=True)],
+            dtype=tl.float16,
+            is_pure=False,
+            pack=4,
+        )
+    if x.dtype == tl.float8e5 and dtype == tl.float16:
+        return (x.to(tl.uint8, bitcast=True).to(tl.uint16) << 8).to(tl.float16, bitcast=True)
+    return x.to(dtype)
+
+
+@triton.jit
+def fetched(ptr, exists, d, D: tl.constexpr, WHOLE: tl.constexpr, MASKED: tl.constexpr):
+    """Loads a tile; 0 where a key does not exist or a dimension is behind the last. Without need, no mask is made."""
+    if MASKED and WHOLE:
+        return tl.load(ptr, mask=exists, other=0.0)
+    if MASKED:
+        return tl.load(ptr, mask=exists & (d < D), other=0.0)
+    if WHOLE:
+        return tl.load(ptr)
+    return tl.load(ptr, mask=d < D, other=0.0)
+
+
+@triton.jit
 def score_tile(
     q_main, q_rest, peak, k_base, slot, exists, k_slot, d_main, d_rest, scale, softcap,
     DK: tl.constexpr, DR: tl.constexpr, HAS_SOFTCAP: tl.constexpr, FP32: tl.constexpr, UPCAST: tl.constexpr,
-    FP8: tl.constexpr,
+    FP8: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Keys [K_MAIN, N] at slots, and the raw scores [M, N] of the queries against them, capped if there is a cap."""
-    k_ptr = k_base + slot[None, :] * k_slot
-    keys = tl.load(k_ptr + d_main[:, None], mask=exists[None, :] & (d_main[:, None] < DK), other=0.0)
-    keys = keys.to(q_main.dtype)
+    k_ptr = k_base + slot.to(tl.int64)[None, :] * k_slot
+    d = d_main[:, None]
+    keys = fetched(k_ptr + d, exists[None, :], d, DK, DK >= d_main.shape[0], MASKED)
+    keys = widened(keys, q_main.dtype, UPCAST)
     x = dot(q_main, keys, None, FP32, UPCAST)
     if DR > 0:
-        rest = tl.load(k_ptr + d_rest[:, None], mask=exists[None, :] & (d_rest[:, None] < DK), other=0.0)
-        x = dot(q_rest, rest.to(q_main.dtype), x, FP32, UPCAST)
+        d = d_rest[:, None]
+        rest = fetched(k_ptr + d, exists[None, :], d, DK, DR == d_rest.shape[0], MASKED)
+        x = dot(q_rest, widened(rest, q_main.dtype, UPCAST), x, FP32, UPCAST)
     if FP8:
         x = x * peak[:, None]
     if HAS_SOFTCAP:
@@ -78,41 +128,52 @@ def score_tile(
 def add_tile(
     x, factor, seen, keys, v_base, slot, exists, v_slot, d_value, m, total, acc,
     DV: tl.constexpr, SHARE_KV: tl.constexpr, FP32: tl.constexpr, UPCAST: tl.constexpr, MASKED: tl.constexpr,
+    SPREAD: tl.constexpr,
 ):  # fmt: skip
     """Takes one tile's scores and its values into m, total and acc."""
-    weights, m, total, acc = absorb(x, factor, seen, m, total, acc, MASKED)
+    weights, m, total, acc = absorb(x, factor, seen, m, total, acc, MASKED, SPREAD)
     if SHARE_KV:
         values = tl.trans(keys)
     else:
-        v_ptr = v_base + slot[:, None] * v_slot
-        values = tl.load(v_ptr + d_value, mask=exists[:, None] & (d_value < DV), other=0.0).to(keys.dtype)
+        d = d_value[None, :]
+        values = fetched(
+            v_base + slot.to(tl.int64)[:, None] * v_slot + d, exists[:, None], d, DV, DV == d_value.shape[0], MASKED
+        )
+        values = widened(values, keys.dtype, UPCAST)
     return m, total, dot(weights.to(keys.dtype), values, acc, FP32, UPCAST)
 
 
 @triton.jit
+def slots_at(n, last, prefix, low, table, req_to_token, slot_map, BLOCK_N: tl.constexpr, HAS_KEEP: tl.constexpr):
+    """int32 [BLOCK_N] slots of the keys from index n of the span on."""
+    i = n + tl.arange(0, BLOCK_N)
+    t = tl.where(i < prefix, i, i - prefix + low) if HAS_KEEP else i + low
+    if req_to_token is None:
+        return table + t  # keys come with the call, one after another
+    else:
+        return slots_of(t, i < last, table, slot_map)
+
+
+@triton.jit
 def committed_tile(
-    n, last, prefix, low, kept, shard, shards, table, req_to_token, slot_map, p, left, right, chunk,
+    n, slot, last, prefix, low, kept, shard, shards, p, left, right, chunk,
     q_main, q_rest, peak, k_base, v_base, k_slot, v_slot, d_main, d_rest, d_value, scale, softcap, factor,
     m, total, acc,
     BLOCK_N: tl.constexpr, DK: tl.constexpr, DR: tl.constexpr, DV: tl.constexpr, CAUSAL: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_KEEP: tl.constexpr, SHARE_KV: tl.constexpr, FP32: tl.constexpr, UPCAST: tl.constexpr, FP8: tl.constexpr,
-    MASKED: tl.constexpr,
+    MASKED: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
     """One tile of committed keys, from index n of the span. Without MASKED every query sees every key of it."""
     i = n + tl.arange(0, BLOCK_N)
     exists = i < last
-    t = tl.where(i < prefix, i, i - prefix + low) if HAS_KEEP else i + low
-    if req_to_token is not None:
-        slot = slots_of(t, exists, table, slot_map)
-    else:
-        slot = (table + t).to(tl.int64)
     keys, x = score_tile(
         q_main, q_rest, peak, k_base, slot, exists, k_slot, d_main, d_rest, scale, softcap,
-        DK, DR, HAS_SOFTCAP, FP32, UPCAST, FP8,
+        DK, DR, HAS_SOFTCAP, FP32, UPCAST, FP8, MASKED,
     )  # fmt: skip
     seen = exists[None, :]
     if MASKED:
+        t = tl.where(i < prefix, i, i - prefix + low) if HAS_KEEP else i + low
         at = t * shards + shard
         seen = near(p[:, None], at[None, :], left, right, chunk, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)
         if HAS_KEEP:
@@ -122,11 +183,11 @@ def committed_tile(
         seen = seen & exists[None, :]
     return add_tile(
         x, factor, seen, keys, v_base, slot, exists, v_slot, d_value, m, total, acc,
-        DV, SHARE_KV, FP32, UPCAST, MASKED,
+        DV, SHARE_KV, FP32, UPCAST, MASKED, SPREAD,
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def attend(
     q, k, v, out, lse, sinks, k_scale, v_scale,
     cu_seqlens_q, q_len, kv_len, positions,
@@ -141,24 +202,31 @@ def attend(
     GROUP: tl.constexpr, DK: tl.constexpr, DR: tl.constexpr, DV: tl.constexpr,
     K_MAIN: tl.constexpr, K_REST: tl.constexpr, V_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
-    FIXED_SPLIT: tl.constexpr, MERGE: tl.constexpr, KEY_ROWS: tl.constexpr,
+    LINES: tl.constexpr, MERGE: tl.constexpr, HEADS: tl.constexpr, HEADS_FIRST: tl.constexpr, SPREAD: tl.constexpr,
+    FIXED_SPLIT: tl.constexpr, KEY_ROWS: tl.constexpr,
     CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_CHUNK: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, COMMITTED: tl.constexpr, HAS_TAIL: tl.constexpr, PER_QUERY: tl.constexpr,
     SHARE_KV: tl.constexpr, SCALE_HEADS: tl.constexpr, FP32: tl.constexpr, UPCAST: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
-    """One work item of one KV head. Grid: (work items, KV heads). Shapes as in `Segment` and `KernelProvider.run`."""
-    item, head = tl.program_id(0), tl.program_id(1)
-    row, block, split, splits = find_work(
+    """One work item of one KV head. Grid: work items * KV heads. Shapes as in `Segment` and `KernelProvider.run`.
+
+    With HEADS_FIRST neighbours read the same tokens, whose heads lie together in memory; otherwise they read one head,
+    which then stays in the L2 cache while many blocks of queries pass over it.
+    """
+    pid = tl.program_id(0)
+    if HEADS_FIRST:
+        item, head = pid // HEADS, pid % HEADS
+    else:
+        items = tl.num_programs(0) // HEADS
+        item, head = pid % items, pid // items
+    row, block, split, splits, begin, end, committed, request = find_work(
         item, rows, tokens, cu_seqlens_q, kv_len, req_pool_indices, reach, target,
         GROUP, BLOCK_M, BLOCK_N, ROWS, KEY_ROWS, FIXED_SPLIT,
     )  # fmt: skip
     if row > rows:
         return  # more programs than work
     # ---- queries
-    begin = tl.load(cu_seqlens_q + row)
     owned = row < rows
-    end = tl.load(cu_seqlens_q + row + 1, mask=owned, other=0)
-    end = tl.where(owned, end, tokens)
     live = end - begin
     if q_len is not None:
         live = tl.load(q_len + row, mask=owned, other=0).to(tl.int32)
@@ -186,7 +254,6 @@ def attend(
         q_main = (q_main.to(tl.float32) / peak[:, None]).to(tl.float16)
         q_rest = (q_rest.to(tl.float32) / peak[:, None]).to(tl.float16)
     # ---- keys of the row, and where the queries stand
-    committed = tl.load(kv_len + row, mask=owned, other=0).to(tl.int32)
     tail = 0
     if HAS_TAIL:
         tail = tl.load(tail_lens + row, mask=owned, other=0).to(tl.int32)
@@ -196,8 +263,7 @@ def attend(
         p = committed + tail - live + index
     begin_tail = committed
     if req_to_token is not None:
-        request = tl.load(req_pool_indices + row, mask=owned, other=0).to(tl.int64)
-        table = req_to_token + request * table_row
+        table = req_to_token + request.to(tl.int64) * table_row
         if start is not None:
             table += tl.load(start + row, mask=owned, other=0)
         if KEY_ROWS:
@@ -231,20 +297,27 @@ def attend(
         reachable = tl.minimum(committed, tl.maximum(0, tl.cdiv(highest + 1 - shard, shards)))
     high = tl.minimum(committed, tl.maximum(0, tl.cdiv(bound - shard, shards)))
     low = tl.minimum(reachable, tl.maximum(0, tl.cdiv(low - shard, shards)))
+    if FIXED_SPLIT > 0:
+        low = low // (FIXED_SPLIT * BLOCK_N) * (FIXED_SPLIT * BLOCK_N)
     prefix = 0
     if keep is not None:
         prefix = tl.minimum(tl.maximum(0, tl.cdiv(kept - shard, shards)), reachable)
-        joined = prefix >= low  # one span
+        joined = (prefix >= low) | (FIXED_SPLIT > 0)  # one span
         high = tl.where(joined, tl.maximum(high, prefix), high)
         low = tl.where(joined, 0, low)
         prefix = tl.where(joined, 0, prefix)
     span = tl.where(any_query, prefix + tl.maximum(high - low, 0), 0)
-    per_split = tl.cdiv(tl.cdiv(span, BLOCK_N), splits) * BLOCK_N
+    if FIXED_SPLIT > 0:
+        per_split = FIXED_SPLIT * BLOCK_N
+    else:
+        # A tail is a loop of its own and starts cold: the split that has it gets fewer committed keys.
+        burden = TAIL_TILES if HAS_TAIL else 0
+        per_split = tl.cdiv(tl.cdiv(span, BLOCK_N) + burden, splits) * BLOCK_N
     first = split * per_split
     last = tl.minimum(span, first + per_split)
     # ---- committed keys
     m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
+    total = tl.zeros((BLOCK_M, BLOCK_N) if SPREAD else (BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, V_BLOCK), tl.float32)
     key_scale, value_scale = 1.0, 1.0
     if k_scale is not None:
@@ -269,22 +342,29 @@ def attend(
         clear_from + tl.maximum(tl.minimum(clear_high - low + prefix, last) - clear_from, 0) // BLOCK_N * BLOCK_N
     )
     clear_from = tl.minimum(clear_from, clear_till)
+    # Slots are looked up a tile ahead, by hand: as part of the pipeline they would cost keys and values a stage.
+    slot = slots_at(clear_from, clear_till, prefix, low, table, req_to_token, slot_map, BLOCK_N, keep is not None)
     for n in range(clear_from, clear_till, BLOCK_N):
+        upcoming = slots_at(
+            n + BLOCK_N, clear_till, prefix, low, table, req_to_token, slot_map, BLOCK_N, keep is not None
+        )
         m, total, acc = committed_tile(
-            n, last, prefix, low, kept, shard, shards, table, req_to_token, slot_map, p, left, right, chunk,
+            n, slot, last, prefix, low, kept, shard, shards, p, left, right, chunk,
             q_main, q_rest, peak, k_base, v_base, k_slot, v_slot, d_main, d_rest, d_value, scale * key_scale, softcap,
             factor, m, total, acc, BLOCK_N, DK, DR, DV, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SOFTCAP,
-            keep is not None, SHARE_KV, FP32, UPCAST, FP8, False,
+            keep is not None, SHARE_KV, FP32, UPCAST, FP8, False, SPREAD,
         )  # fmt: skip
+        slot = upcoming
     before = tl.cdiv(clear_from - first, BLOCK_N)
     for j in range(0, before + tl.cdiv(tl.maximum(last - clear_till, 0), BLOCK_N)):
         n = tl.where(j < before, first + j * BLOCK_N, clear_till + (j - before) * BLOCK_N)
+        limit = tl.where(j < before, tl.minimum(last, clear_from), last)
+        slot = slots_at(n, limit, prefix, low, table, req_to_token, slot_map, BLOCK_N, keep is not None)
         m, total, acc = committed_tile(
-            n, tl.where(j < before, tl.minimum(last, clear_from), last), prefix, low, kept, shard, shards, table,
-            req_to_token, slot_map, p, left, right, chunk,
+            n, slot, limit, prefix, low, kept, shard, shards, p, left, right, chunk,
             q_main, q_rest, peak, k_base, v_base, k_slot, v_slot, d_main, d_rest, d_value, scale * key_scale, softcap,
             factor, m, total, acc, BLOCK_N, DK, DR, DV, CAUSAL, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SOFTCAP,
-            keep is not None, SHARE_KV, FP32, UPCAST, FP8, True,
+            keep is not None, SHARE_KV, FP32, UPCAST, FP8, True, SPREAD,
         )  # fmt: skip
     columns = tl.arange(0, BLOCK_N)
     # ---- tail: the last split's
@@ -309,7 +389,7 @@ def attend(
                     seen1 = queries & near(p, at, left, right, chunk, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)
                     if CAUSAL:
                         seen1 = seen1 & (at <= p)
-                    weights, m, total, acc = absorb(x1[:, None], factor, seen1[:, None], m, total, acc, True)
+                    weights, m, total, acc = absorb(x1[:, None], factor, seen1[:, None], m, total, acc, True, False)
                     v_ptr = v_base + slot[:, None] * v_slot
                     values = tl.load(v_ptr + d_value, mask=queries[:, None] & (d_value < DV), other=0.0)
                     acc += weights * values.to(tl.float32)
@@ -318,14 +398,14 @@ def attend(
                     c = n + columns
                     exists = c < tail
                     if tail_slots is not None:
-                        slot = tl.load(tail_slots + row * tail_row + c, mask=exists, other=0).to(tl.int64)
+                        slot = tl.load(tail_slots + row * tail_row + c, mask=exists, other=0).to(tl.int32)
                         if slot_map is not None:
-                            slot = tl.load(slot_map + slot, mask=exists, other=0).to(tl.int64)
+                            slot = tl.load(slot_map + slot, mask=exists, other=0).to(tl.int32)
                     else:
                         slot = slots_of(begin_tail + c, exists, table, slot_map)
                     keys, x = score_tile(
                         q_main, q_rest, peak, k_base, slot, exists, k_slot, d_main, d_rest, scale * key_scale, softcap,
-                        DK, DR, HAS_SOFTCAP, FP32, UPCAST, FP8,
+                        DK, DR, HAS_SOFTCAP, FP32, UPCAST, FP8, True,
                     )  # fmt: skip
                     at = begin_tail + c
                     if tail_positions is not None:
@@ -342,48 +422,79 @@ def attend(
                         seen = seen & (at[None, :] <= p[:, None])
                     m, total, acc = add_tile(
                         x, factor, seen & exists[None, :], keys, v_base, slot, exists, v_slot, d_value, m, total, acc,
-                        DV, SHARE_KV, FP32, UPCAST, True,
+                        DV, SHARE_KV, FP32, UPCAST, True, SPREAD,
                     )  # fmt: skip
-    # ---- merge of the splits, by the last to arrive
-    complete = True
-    if splits > 1:
-        heads = tl.num_programs(1)
-        group = item - split
-        lines = tl.arange(0, BLOCK_M)
-        place = (item * heads + head).to(tl.int64) * BLOCK_M + lines
-        tl.store(partial_acc + place[:, None] * V_BLOCK + d_value, acc, mask=inside[:, None])
-        tl.store(partial_ml + place * 2, m, mask=inside)
-        tl.store(partial_ml + place * 2 + 1, total, mask=inside)
-        tl.debug_barrier()
-        arrived = tl.atomic_add(arrivals + group * heads + head, 1, sem="acq_rel")
-        complete = arrived == splits - 1
-        wanted = 0
-        if complete:
-            tl.store(arrivals + group * heads + head, 0)
-            wanted = splits
-        m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-        total = tl.zeros((BLOCK_M,), tl.float32)
-        acc = tl.zeros((BLOCK_M, V_BLOCK), tl.float32)
-        batch = tl.arange(0, MERGE)
-        for s in range(0, wanted, MERGE):
-            present = s + batch < splits
-            places = ((group + s + batch) * heads + head).to(tl.int64)[:, None] * BLOCK_M + lines[None, :]
-            held = present[:, None] & inside[None, :]
-            m_part = tl.load(partial_ml + places * 2, mask=held, other=float("-inf"), cache_modifier=".cg")
-            total_part = tl.load(partial_ml + places * 2 + 1, mask=held, other=0.0, cache_modifier=".cg")
-            part = tl.load(
-                partial_acc + places[:, :, None] * V_BLOCK + d_value[None, None, :],
-                mask=held[:, :, None],
-                other=0.0,
-                cache_modifier=".cg",
-            )
-            higher = tl.maximum(m, tl.max(m_part, 0))
-            base = tl.where(higher == float("-inf"), 0.0, higher)
-            old, new = tl.exp2(m - base), tl.exp2(m_part - base[None, :])
-            total = total * old + tl.sum(total_part * new, 0)
-            acc = acc * old[:, None] + tl.sum(part * new[:, :, None], 0)
-            m = higher
-    # ---- out
+    if SPREAD:
+        total = tl.sum(total, 1)
+    # ---- out, or merge of the splits by the last to arrive
+    if splits == 1:
+        finish(
+            m, total, acc, m_index, begin, end, live, owned, head, out, lse, sinks, value_scale,
+            o_token, o_head, lse_token, d_value, GROUP, DV,
+        )  # fmt: skip
+        return
+    place = (item * HEADS + head).to(tl.int64) * LINES + tl.arange(0, BLOCK_M)
+    tl.store(partial_acc + place[:, None] * V_BLOCK + d_value, acc, mask=inside[:, None])
+    tl.store(partial_ml + place * 2, m, mask=inside)
+    tl.store(partial_ml + place * 2 + 1, total, mask=inside)
+    tl.debug_barrier()
+    group = item - split
+    arrived = tl.atomic_add(arrivals + group * HEADS + head, 1, sem="acq_rel")
+    if arrived == splits - 1:
+        tl.store(arrivals + group * HEADS + head, 0)
+        merge_splits(
+            partial_acc, partial_ml, group, splits, block * BLOCK_M, begin, end, live, owned, head, out, lse, sinks,
+            value_scale, o_token, o_head, lse_token, d_value, GROUP, DV, V_BLOCK, LINES, MERGE, HEADS,
+        )  # fmt: skip
+
+
+@triton.jit
+def merge_splits(
+    partial_acc, partial_ml, group, splits, first_line, begin, end, live, owned, head, out, lse, sinks, value_scale,
+    o_token, o_head, lse_token, d_value,
+    GROUP: tl.constexpr, DV: tl.constexpr, V_BLOCK: tl.constexpr, LINES: tl.constexpr, MERGE: tl.constexpr,
+    HEADS: tl.constexpr,
+):  # fmt: skip
+    """Merges the partial results of one block of queries, MERGE splits at a time, and writes it out."""
+    lines = tl.arange(0, LINES)
+    inside = (first_line + lines) // GROUP < end - begin
+    m = tl.full((LINES,), float("-inf"), tl.float32)
+    total = tl.zeros((LINES,), tl.float32)
+    acc = tl.zeros((LINES, V_BLOCK), tl.float32)
+    batch = tl.arange(0, MERGE)
+    for s in range(0, splits, MERGE):
+        present = s + batch < splits
+        places = ((group + s + batch) * HEADS + head).to(tl.int64)[:, None] * LINES + lines[None, :]
+        held = present[:, None] & inside[None, :]
+        m_part = tl.load(partial_ml + places * 2, mask=held, other=float("-inf"), cache_modifier=".cg")
+        total_part = tl.load(partial_ml + places * 2 + 1, mask=held, other=0.0, cache_modifier=".cg")
+        part = tl.load(
+            partial_acc + places[:, :, None] * V_BLOCK + d_value[None, None, :],
+            mask=held[:, :, None],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        higher = tl.maximum(m, tl.max(m_part, 0))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        old, new = tl.exp2(m - base), tl.exp2(m_part - base[None, :])
+        total = total * old + tl.sum(total_part * new, 0)
+        acc = acc * old[:, None] + tl.sum(part * new[:, :, None], 0)
+        m = higher
+    finish(
+        m, total, acc, first_line + lines, begin, end, live, owned, head, out, lse, sinks, value_scale,
+        o_token, o_head, lse_token, d_value, GROUP, DV,
+    )  # fmt: skip
+
+
+@triton.jit
+def finish(
+    m, total, acc, m_index, begin, end, live, owned, head, out, lse, sinks, value_scale,
+    o_token, o_head, lse_token, d_value, GROUP: tl.constexpr, DV: tl.constexpr,
+):  # fmt: skip
+    """Writes rows of packed queries out; those that are not live, or have seen nothing, become 0 and -inf."""
+    index, q_heads = m_index // GROUP, head * GROUP + m_index % GROUP
+    token = (begin + index).to(tl.int64)
+    inside, queries = index < end - begin, index < tl.where(owned, live, 0)
     total = tl.where(queries, total, 0.0)  # a padded query has seen what it should not
     acc = tl.where(queries[:, None], acc, 0.0)
     denominator = total
@@ -391,10 +502,9 @@ def attend(
     if sinks is not None:
         sink = tl.load(sinks + q_heads, mask=inside, other=0.0).to(tl.float32) * LOG2E
         denominator = total + tl.exp2(tl.minimum(sink - m, 126.0))
-    result = acc * value_scale / tl.where(denominator > 0, denominator, 1.0)[:, None]
-    written = inside & complete
+    result = acc * (value_scale / tl.where(denominator > 0, denominator, 1.0))[:, None]
     o_ptr = out + token * o_token + q_heads * o_head
-    tl.store(o_ptr[:, None] + d_value, result.to(out.dtype.element_ty), mask=written[:, None] & (d_value < DV))
+    tl.store(o_ptr[:, None] + d_value, result.to(out.dtype.element_ty), mask=inside[:, None] & (d_value < DV))
     if lse is not None:
         value = tl.where(total > 0, (m + tl.log2(total)) * LN2, float("-inf"))
-        tl.store(lse + token * lse_token + q_heads, value, mask=written)
+        tl.store(lse + token * lse_token + q_heads, value, mask=inside)

@@ -14,7 +14,7 @@ from faback.core.kernel import Capabilities, KernelProvider, KernelRequest, Reje
 from faback.core.layer import LayerKind
 from faback.core.segment import FEATURES, Segment
 from faback.core.workspace import Workspace
-from faback.kernels.triton.tiles import Tile, pick, power_of_two
+from faback.kernels.triton.tiles import Shape, Tile, pick, power_of_two
 
 Tensor = torch.Tensor
 
@@ -22,9 +22,11 @@ HALF = frozenset({torch.float16, torch.bfloat16})
 FP8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
 MAX_PLANNED_ROWS = 4096
 """Rows that a program can plan over; a segment with more is refused."""
-FIXED_SPLIT_TILES = 16
+FIXED_SPLIT_TILES = 64
 """Tiles of a split in deterministic mode, where a request's result may depend on nothing but itself."""
 UNBOUNDED = 1 << 30
+DEFAULT_ARCH = 80
+"""Whose tiles the interpreter takes."""
 
 
 def interpreting() -> bool:
@@ -37,12 +39,12 @@ class Prepared:
     """A launch, but for the layer's own tensors.
 
     Attributes:
-        grid: work items, KV heads.
+        grid: work items * KV heads.
         args: arguments of `attend` that all layers share, by name.
         meta: its constants, warps and stages.
     """
 
-    grid: tuple[int, int]
+    grid: tuple[int]
     args: dict[str, Any]
     meta: dict[str, Any]
 
@@ -80,21 +82,32 @@ class TritonAttention(KernelProvider):
         return tuple(found)
 
     def prepare(self, segment: Segment, layer: LayerKind, request: KernelRequest, ws: Workspace) -> Prepared:
-        group, heads = layer.group_size, layer.num_kv_heads
-        itemsize = request.q_dtype.itemsize
-        tile = pick(segment.max_seqlen_q * group, layer.head_dim, layer.v_head_dim, itemsize)
+        heads = layer.num_kv_heads
         deterministic = "deterministic" in request.features
+        shape = Shape(
+            packed_rows=segment.max_seqlen_q * layer.group_size,
+            head_dim=layer.head_dim,
+            v_head_dim=layer.v_head_dim,
+            itemsize=request.q_dtype.itemsize,
+            kv_itemsize=request.kv_dtype.itemsize,
+            pairs=segment.rows * heads,
+            processors=ws.processors(),
+            max_kv_len=segment.max_kv_len,
+            deterministic=deterministic,
+        )
+        tile = pick(shape, request.arch or DEFAULT_ARCH)
         items, target, fixed = _sizes(segment, layer, tile, deterministic, ws)
         args = _segment_args(segment)
         args |= {"rows": segment.rows, "tokens": segment.tokens, "target": target, "reach": _reach(segment)}
         args |= {"scale": layer.scale, "softcap": layer.softcap}
         v_block = power_of_two(layer.v_head_dim)
-        splittable = items > segment.rows + -(-segment.tokens * group // tile.block_m) + 1
+        splittable = items > _blocks(segment, layer, tile)
         slots = items * heads if splittable else 1
-        args["partial_acc"] = ws.scratch("partial_acc", slots * tile.block_m * v_block, torch.float32)
-        args["partial_ml"] = ws.scratch("partial_ml", slots * tile.block_m * 2, torch.float32)
+        lines = _lines(segment, layer, tile)
+        args["partial_acc"] = ws.scratch("partial_acc", slots * lines * v_block, torch.float32)
+        args["partial_ml"] = ws.scratch("partial_ml", slots * lines * 2, torch.float32)
         args["arrivals"] = ws.scratch("arrivals", slots, torch.int32)
-        return Prepared((items, heads), args, _constants(segment, layer, request, tile, fixed))
+        return Prepared((items * heads,), args, _constants(segment, layer, request, tile, fixed))
 
     def run(
         self,
@@ -143,7 +156,7 @@ class TritonAttention(KernelProvider):
 
 def _sizes(segment: Segment, layer: LayerKind, tile: Tile, deterministic: bool, ws: Workspace) -> tuple[int, int, int]:
     """Bound of the work items of one KV head, how many the plan aims at, and tiles per split if that is fixed."""
-    blocks = -(-segment.tokens * layer.group_size // tile.block_m) + segment.rows + 1
+    blocks = _blocks(segment, layer, tile)
     if deterministic:
         tiles = -(-max(1, segment.max_kv_len) // tile.block_n)
         return blocks * -(-tiles // FIXED_SPLIT_TILES), 1, FIXED_SPLIT_TILES
@@ -151,6 +164,16 @@ def _sizes(segment: Segment, layer: LayerKind, tile: Tile, deterministic: bool, 
     target = max(1, -(-processors * tile.waves // layer.num_kv_heads))
     longest = -(-max(1, segment.max_kv_len) // (2 * tile.block_n))
     return min(blocks + target, blocks * longest), target, 0
+
+
+def _blocks(segment: Segment, layer: LayerKind, tile: Tile) -> int:
+    """Bound of the blocks of queries, those of the tokens behind the last row included."""
+    return -(-segment.tokens * layer.group_size // tile.block_m) + segment.rows + 1
+
+
+def _lines(segment: Segment, layer: LayerKind, tile: Tile) -> int:
+    """Rows of a block that can hold queries."""
+    return min(tile.block_m, power_of_two(segment.max_seqlen_q * layer.group_size, least=1))
 
 
 def _reach(segment: Segment) -> int:
@@ -201,7 +224,7 @@ def _constants(segment: Segment, layer: LayerKind, request: KernelRequest, tile:
     rule, tail, view = segment.visibility, segment.tail, segment.kv
     main = max(16, power_of_two(layer.head_dim + 1) // 2)
     rest = max(0, layer.head_dim - main)
-    v_block = power_of_two(layer.v_head_dim)
+    v_block, lines = power_of_two(layer.v_head_dim), _lines(segment, layer, tile)
     return {
         "GROUP": layer.group_size,
         "DK": layer.head_dim,
@@ -214,7 +237,12 @@ def _constants(segment: Segment, layer: LayerKind, request: KernelRequest, tile:
         "BLOCK_N": tile.block_n,
         "ROWS": power_of_two(segment.rows + 1),
         "FIXED_SPLIT": fixed,
-        "MERGE": max(1, 8192 // (tile.block_m * v_block)),
+        "LINES": lines,
+        # One at a time where the sum must not depend on how many splits lie before a request's own.
+        "MERGE": 1 if fixed else min(64, max(1, 2048 * tile.warps // (lines * v_block))),
+        "HEADS": layer.num_kv_heads,
+        "HEADS_FIRST": tile.heads_first,
+        "SPREAD": tile.block_m <= 32 and tile.warps > 1 and not (tail is not None and tail.per_query),
         "KEY_ROWS": view is not None and not view.dense,
         "CAUSAL": rule.causal,
         "HAS_LEFT": rule.window[0] is not None or rule.row_window is not None,
@@ -230,6 +258,7 @@ def _constants(segment: Segment, layer: LayerKind, request: KernelRequest, tile:
         "FP8": request.kv_dtype in FP8 and request.q_dtype != torch.float32,
         "num_warps": tile.warps,
         "num_stages": tile.stages,
+        "maxnreg": tile.registers,
     }
 
 

@@ -7,11 +7,11 @@ import triton.language as tl
 
 
 @triton.jit
-def slots_of(t, mask, table, slot_map):
-    """int64 slots of a row's tokens, translated; `table` points at the row's first token."""
-    slot = tl.load(table + t, mask=mask, other=0).to(tl.int64)
+def slots_of(t, exists, table, slot_map):
+    """int32 slots of a row's tokens, translated; `table` points at the row's first token."""
+    slot = tl.load(table + t, mask=exists, other=0).to(tl.int32)
     if slot_map is not None:
-        slot = tl.load(slot_map + slot, mask=mask, other=0).to(tl.int64)
+        slot = tl.load(slot_map + slot, mask=exists, other=0).to(tl.int32)
     return slot
 
 

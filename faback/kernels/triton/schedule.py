@@ -11,6 +11,12 @@ import triton.language as tl
 
 
 @triton.jit
+def picked(mine, values):
+    """The one value that is mine."""
+    return tl.sum(tl.where(mine, values, 0), 0)
+
+
+@triton.jit
 def find_work(
     item,
     rows,
@@ -42,22 +48,27 @@ def find_work(
         KEY_ROWS: request row 0 has no keys.
 
     Returns:
-        row, block, split, splits: row is above `rows` where there is nothing left to do.
+        row, block, split, splits, and the row's own begin, end (of its queries), committed keys and request row;
+        `row` is above `rows` where there is nothing left to do.
     """
     r = tl.arange(0, ROWS)
     begin = tl.load(cu_seqlens_q + r, mask=r <= rows, other=0)
     end = tl.load(cu_seqlens_q + r + 1, mask=r < rows, other=0)
     end = tl.where(r == rows, tokens, end)
     queries = tl.maximum(end - begin, 0)
-    keys = tl.load(kv_len + r, mask=r < rows, other=0).to(tl.int32)
+    committed = tl.load(kv_len + r, mask=r < rows, other=0).to(tl.int32)
+    request = tl.zeros_like(committed)
+    if req_pool_indices is not None:
+        request = tl.load(req_pool_indices + r, mask=r < rows, other=0).to(tl.int32)
+    keys = committed
     if KEY_ROWS:
-        request = tl.load(req_pool_indices + r, mask=r < rows, other=0)
         keys = tl.where(request != 0, keys, 0)
     keys = tl.minimum(keys, queries + reach)
     blocks = tl.cdiv(queries * GROUP, BLOCK_M)
     tiles = tl.maximum(tl.cdiv(keys, BLOCK_N), 1)
     if FIXED_SPLIT > 0:
-        splits = tl.cdiv(tiles, FIXED_SPLIT)
+        # One more where a window may begin within a split, which always begin at multiples of their length.
+        splits = tl.minimum(tl.cdiv(tiles, FIXED_SPLIT) + 1, tl.maximum(tl.cdiv(committed, FIXED_SPLIT * BLOCK_N), 1))
     else:
         per_split = tl.maximum(tl.cdiv(tl.sum(blocks * tiles, 0), target), 2)
         splits = tl.maximum((tiles + per_split // 2) // per_split, 1)
@@ -65,8 +76,9 @@ def find_work(
     ends = tl.cumsum(items, 0)
     row = tl.sum((ends <= item).to(tl.int32), 0)
     mine = r == row
-    splits = tl.sum(tl.where(mine, splits, 0), 0)
-    first = tl.sum(tl.where(mine, ends - items, 0), 0)
-    splits = tl.maximum(splits, 1)
-    block = (item - first) // splits
-    return row, block, (item - first) % splits, splits
+    splits = tl.maximum(picked(mine, splits), 1)
+    within = item - picked(mine, ends - items)
+    # The last queries see the most keys: they go first, so that the short work comes at the end.
+    block = picked(mine, blocks) - 1 - within // splits
+    place = picked(mine, begin), picked(mine, end), picked(mine, committed), picked(mine, request)
+    return row, block, within % splits, splits, place[0], place[1], place[2], place[3]

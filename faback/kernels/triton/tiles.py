@@ -1,6 +1,12 @@
-"""Tile shapes: a small table by architecture and shape class, read on the host, never tuned in traffic."""
+"""Tile shapes: a small table by architecture and shape class, read on the host, never tuned in traffic.
+
+`python -m faback tune` measures candidates on the machine at hand; the rows for sm_90 are what it found on an H200.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import attrs
 
@@ -14,6 +20,8 @@ class Tile:
         block_n: keys of a step.
         warps, stages: Triton's `num_warps` and `num_stages`.
         waves: work items per multiprocessor that the split plan aims at.
+        heads_first: neighbouring programs take the heads of one block of queries, not the blocks of one head.
+        registers: Triton's `maxnreg`, None for as many as there are.
     """
 
     block_m: int
@@ -21,6 +29,104 @@ class Tile:
     warps: int
     stages: int
     waves: int
+    heads_first: bool = True
+    registers: int | None = None
+
+
+@attrs.frozen(kw_only=True)
+class Shape:
+    """What the choice of a tile depends on.
+
+    Attributes:
+        packed_rows: the most query rows that a request could fill: queries * heads of a group.
+        head_dim, v_head_dim: of k and of v.
+        itemsize, kv_itemsize: bytes of q's dtype and of the cache's.
+        pairs: rows of the batch * KV heads.
+        processors: multiprocessors of the device.
+        max_kv_len: bound of the keys of a request.
+        deterministic: the tile may depend on nothing that belongs to the batch.
+    """
+
+    packed_rows: int
+    head_dim: int
+    v_head_dim: int
+    itemsize: int
+    kv_itemsize: int
+    pairs: int
+    processors: int
+    max_kv_len: int
+    deterministic: bool = False
+
+    @property
+    def widest(self) -> int:
+        """Bytes of the wider of a key and a value, as they are multiplied."""
+        return max(self.head_dim, self.v_head_dim) * self.itemsize
+
+    def classify(self) -> str:
+        """The shape class, a row of `TABLE`."""
+        long = self.max_kv_len > 16384
+        if self.widest > 512:
+            return "latent" if self.widest <= 1280 else "latent32"
+        if self.widest > 256:
+            return "wide1" if self.packed_rows <= 16 else "wide"
+        if self.deterministic:
+            return "fixed"
+        if self.packed_rows <= 16:
+            few = self.pairs < 2 * self.processors
+            return "fp8" if self.kv_itemsize == 1 else ("long" if long else "few") if few else "many"
+        if self.packed_rows <= 32:
+            return "rows32"
+        few = self.pairs * (self.packed_rows // 64) < self.processors
+        if self.packed_rows <= 64 or (few and not long):
+            return "rows64few" if few else "rows64"
+        if self.packed_rows < 512:
+            return "rows128long" if long else "rows128"
+        return "prefill"
+
+
+TABLE: Mapping[int, Mapping[str, Tile]] = MappingProxyType(
+    {
+        90: MappingProxyType(
+            {
+                "few": Tile(16, 128, 4, 3, 1),
+                "long": Tile(16, 64, 2, 3, 2),
+                "many": Tile(16, 32, 1, 4, 6),
+                "fp8": Tile(16, 64, 1, 3, 2),
+                "rows32": Tile(32, 64, 4, 3, 1),
+                "rows64few": Tile(64, 128, 4, 3, 1),
+                "rows64": Tile(64, 32, 4, 4, 2),
+                "rows128": Tile(128, 128, 8, 3, 1),
+                "rows128long": Tile(128, 64, 8, 3, 1, heads_first=False),
+                "prefill": Tile(256, 64, 16, 3, 1, heads_first=False, registers=128),
+                "fixed": Tile(64, 64, 4, 3, 2),
+                "wide1": Tile(16, 32, 4, 3, 2),
+                "wide": Tile(64, 32, 4, 2, 2),
+                "latent": Tile(32, 32, 4, 2, 2),
+                "latent32": Tile(16, 16, 4, 2, 2),
+            }
+        ),
+        80: MappingProxyType(
+            {
+                "few": Tile(16, 64, 4, 3, 2),
+                "long": Tile(16, 64, 4, 3, 2),
+                "many": Tile(16, 32, 1, 4, 6),
+                "fp8": Tile(16, 64, 1, 3, 2),
+                "rows32": Tile(32, 64, 4, 3, 1),
+                "rows64few": Tile(64, 64, 4, 3, 1),
+                "rows64": Tile(64, 32, 4, 3, 2),
+                "rows128": Tile(128, 64, 8, 2, 1),
+                "rows128long": Tile(128, 64, 8, 2, 1, heads_first=False),
+                "prefill": Tile(128, 64, 8, 2, 1, heads_first=False),
+                "fixed": Tile(64, 64, 4, 2, 2),
+                "wide1": Tile(16, 32, 4, 2, 2),
+                "wide": Tile(64, 32, 4, 2, 2),
+                "latent": Tile(16, 32, 4, 2, 2),
+                "latent32": Tile(16, 16, 4, 2, 2),
+            }
+        ),
+    }
+)
+"""Architecture -> shape class -> tile; an architecture that is not here takes the next older one."""
 
 
 def power_of_two(n: int, least: int = 16) -> int:
@@ -28,21 +134,7 @@ def power_of_two(n: int, least: int = 16) -> int:
     return max(least, 1 << max(0, n - 1).bit_length())
 
 
-def pick(packed_rows: int, head_dim: int, v_head_dim: int, itemsize: int) -> Tile:
-    """The tile for a shape class.
-
-    Args:
-        packed_rows: the most query rows that one block could use: queries of a request * heads of a group.
-        head_dim, v_head_dim: of k and of v.
-        itemsize: bytes of q's dtype.
-    """
-    widest = max(head_dim, v_head_dim) * itemsize
-    if widest > 512:
-        return Tile(min(power_of_two(packed_rows), 32 if widest <= 1024 else 16), 32 if widest <= 1024 else 16, 4, 2, 2)
-    if packed_rows <= 32:
-        return Tile(power_of_two(packed_rows), 64 if widest <= 256 else 32, 4, 3, 4)
-    if packed_rows <= 64:
-        return Tile(64, 64 if widest <= 256 else 32, 4, 3, 3)
-    if widest <= 256:
-        return Tile(128, 64, 8, 3, 2)
-    return Tile(64, 32, 4, 2, 2)
+def pick(shape: Shape, arch: int) -> Tile:
+    """The tile for a shape on an architecture (90 for sm_90)."""
+    known = max((a for a in TABLE if a <= arch), default=min(TABLE))
+    return TABLE[known][shape.classify()]
