@@ -1,0 +1,110 @@
+"""Long rows cut into splits and merged by whoever comes last, and results that depend on their own request alone."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+import torch
+
+from faback.core.segment import Segment
+from faback.kernels.torch_ops import TorchOps
+from faback.kernels.triton.provider import TritonAttention
+from kernels.triton.interpreter import interpreted_only
+from kernels.triton.segments import Case, Processors, make_case
+
+pytestmark = interpreted_only
+
+KERNEL = TritonAttention()
+LONG = [(1, 700), (3, 333), (1, 64), (0, 200), (2, 0), (1, 129)]
+
+
+def processors(count: int) -> Processors:
+    return Processors(TorchOps(), torch.device("cpu"), {}, count)
+
+
+def many() -> Processors:
+    """So many that every long row is split."""
+    return processors(500)
+
+
+@pytest.mark.parametrize(
+    "features",
+    [
+        {"sinks", "strided", "padded_rows", "padded_tokens"},
+        {"softcap", "slot_map", "head_scales"},
+        {"window", "keep"},
+        {"window", "window_right", "non_causal"},
+        {"chunk", "start"},
+        {"row_window", "q_len"},
+        {"tree", "slot_map"},
+        {"branches", "sinks"},
+        {"tail", "window"},
+        {"shard"},
+        {"raw", "positions"},
+    ],
+    ids=lambda features: "-".join(sorted(features)),
+)
+def test_splits(features):
+    case = make_case(1, rows=LONG, page=4, dims=(24, 16), features=features, window=450, chunk=400)
+    case.check(KERNEL, many())
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (6, 2)], ids=str)
+def test_splits_of_several_blocks_of_queries(heads):
+    make_case(2, rows=[(40, 300), (1, 260)], heads=heads).check(KERNEL, many())
+
+
+def test_splits_of_latents():
+    make_case(3, rows=[(2, 150)], heads=(3, 1), dims=(576, 512), latent=True, dtype=torch.float16).check(KERNEL, many())
+
+
+def test_more_processors_make_more_splits():
+    """Or the tests above would test nothing."""
+    case = make_case(4, rows=[(1, 2000)])
+    few, lots = (case.run(KERNEL, ws)[0] for ws in (processors(1), processors(500)))
+    assert not torch.equal(few, lots)
+    torch.testing.assert_close(few, lots, atol=1e-5, rtol=0)
+
+
+def test_scratch_memory_is_as_it_was():
+    """Layers and passes of any size take turns in one workspace."""
+    ws = many()
+    cases = [make_case(5, rows=rows) for rows in (LONG, [(1, 400)], [(2, 650)] * 2)]
+    first = [case.run(KERNEL, ws)[0] for case in cases]
+    again = [case.run(KERNEL, ws)[0] for case in cases]
+    assert all(map(torch.equal, first, again))
+    for case in cases:
+        case.check(KERNEL, ws)
+
+
+def alone(case: Case, row: int) -> Case:
+    """A row of a case as the only one."""
+    segment, (start, end) = case.segment, case.segment.cu_seqlens_q[row : row + 2].tolist()
+    view, rule = segment.kv, segment.visibility
+
+    def mine(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else tensor[row : row + 1]
+
+    only = Segment(
+        rows=1,
+        tokens=end - start,
+        cu_seqlens_q=torch.tensor([0, end - start], dtype=torch.int32),
+        max_seqlen_q=end - start,
+        kv_len=segment.kv_len[row : row + 1],
+        max_kv_len=int(segment.kv_len[row]),
+        kv=attrs.evolve(view, req_pool_indices=mine(view.req_pool_indices), start=mine(view.start)),
+        visibility=attrs.evolve(rule, keep=mine(rule.keep), row_window=mine(rule.row_window)),
+    )
+    return attrs.evolve(case, segment=only, q=case.q[start:end])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("features", [{"sinks"}, {"window", "keep", "start"}, {"row_window", "slot_map"}], ids=str)
+def test_deterministic_results_depend_on_their_request_alone(features, dtype):
+    lens = [(1, 1100), (2, 90), (1, 2300), (1, 0), (3, 64)]
+    case = make_case(6, rows=lens, features=features, window=900, dtype=dtype)
+    case.check(KERNEL, many(), deterministic=True)
+    together = case.run(KERNEL, many(), deterministic=True)
+    for row, (start, end) in enumerate(case.segment.cu_seqlens_q.unfold(0, 2, 1).tolist()):
+        for whole, part in zip(together, alone(case, row).run(KERNEL, deterministic=True), strict=True):
+            assert torch.equal(whole[start:end], part), f"row {row}"
