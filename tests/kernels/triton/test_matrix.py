@@ -7,10 +7,10 @@ import torch
 
 from faback import MultiStepDraft
 from faback.testing import MODES, OVERLAYS, Options, Scenario, impossible, run_scenario
-from kernels.triton.interpreter import interpreted_only
+from kernels.triton.interpreter import needs_interpreter
 from kernels.triton.running import on_triton
 
-pytestmark = interpreted_only
+needs_interpreter()
 
 CELLS = [
     (mode, overlay) for mode in MODES for overlay in OVERLAYS if impossible(Options(mode=mode, overlay=overlay)) is None

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import attrs
 import pytest
 import torch
 
-from faback.core.segment import Segment
 from faback.kernels.torch_ops import TorchOps
 from faback.kernels.triton.provider import TritonAttention
-from kernels.triton.interpreter import interpreted_only
-from kernels.triton.segments import Case, Processors, make_case
+from kernels.triton.cases import Processors
+from kernels.triton.interpreter import needs_interpreter
+from kernels.triton.segments import make_case
 
-pytestmark = interpreted_only
+needs_interpreter()
 
 KERNEL = TritonAttention()
 LONG = [(1, 700), (3, 333), (1, 64), (0, 200), (2, 0), (1, 129)]
@@ -77,27 +76,6 @@ def test_scratch_memory_is_as_it_was():
         case.check(KERNEL, ws)
 
 
-def alone(case: Case, row: int) -> Case:
-    """A row of a case as the only one."""
-    segment, (start, end) = case.segment, case.segment.cu_seqlens_q[row : row + 2].tolist()
-    view, rule = segment.kv, segment.visibility
-
-    def mine(tensor: torch.Tensor | None) -> torch.Tensor | None:
-        return None if tensor is None else tensor[row : row + 1]
-
-    only = Segment(
-        rows=1,
-        tokens=end - start,
-        cu_seqlens_q=torch.tensor([0, end - start], dtype=torch.int32),
-        max_seqlen_q=end - start,
-        kv_len=segment.kv_len[row : row + 1],
-        max_kv_len=int(segment.kv_len[row]),
-        kv=attrs.evolve(view, req_pool_indices=mine(view.req_pool_indices), start=mine(view.start)),
-        visibility=attrs.evolve(rule, keep=mine(rule.keep), row_window=mine(rule.row_window)),
-    )
-    return attrs.evolve(case, segment=only, q=case.q[start:end])
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("features", [{"sinks"}, {"window", "keep", "start"}, {"row_window", "slot_map"}], ids=str)
 def test_deterministic_results_depend_on_their_request_alone(features, dtype):
@@ -106,5 +84,5 @@ def test_deterministic_results_depend_on_their_request_alone(features, dtype):
     case.check(KERNEL, many(), deterministic=True)
     together = case.run(KERNEL, many(), deterministic=True)
     for row, (start, end) in enumerate(case.segment.cu_seqlens_q.unfold(0, 2, 1).tolist()):
-        for whole, part in zip(together, alone(case, row).run(KERNEL, deterministic=True), strict=True):
+        for whole, part in zip(together, case.alone(row).run(KERNEL, deterministic=True), strict=True):
             assert torch.equal(whole[start:end], part), f"row {row}"

@@ -12,9 +12,9 @@ from faback.core.segment import KVWrite
 from faback.kernels.torch_ops import TorchOps
 from faback.kernels.triton.ops import TritonOps
 from faback.testing.layers import as_bits
-from kernels.triton.interpreter import interpreted_only
+from kernels.triton.interpreter import needs_interpreter
 
-pytestmark = interpreted_only
+needs_interpreter()
 
 OPS = TritonOps()
 SLOTS = 40

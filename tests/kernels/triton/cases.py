@@ -1,0 +1,140 @@
+"""One call of a kernel, and how near to float64 its result must be."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import attrs
+import torch
+
+from faback import LayerKind
+from faback.core.kernel import KernelProvider, KernelRequest
+from faback.core.segment import Segment
+from faback.core.workspace import EagerWorkspace
+from faback.kernels.reference import Reference
+from faback.kernels.torch_ops import TorchOps
+from faback.testing.checks import FACTOR, FLOOR
+
+Tensor = torch.Tensor
+
+
+class Processors(EagerWorkspace):
+    """A device with a number of processors of its own."""
+
+    def __init__(self, *args: Any) -> None:
+        *args, self._count = args
+        super().__init__(*args)
+
+    def processors(self) -> int:
+        return self._count
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Case:
+    """One call of a kernel.
+
+    Attributes:
+        name: what makes it again.
+        segment, layer: what is attended to.
+        q, k, v, sinks, k_scale, v_scale: as for `KernelProvider.run`.
+        page: tokens per page.
+    """
+
+    name: str
+    segment: Segment
+    layer: LayerKind
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sinks: Tensor | None
+    k_scale: Any
+    v_scale: Any
+    page: int
+
+    def request(self, *, deterministic: bool = False) -> KernelRequest:
+        """What a backend would ask of the kernel."""
+        device, layer = self.q.device, self.layer
+        major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+        features = self.segment.features() | layer.features() | {"lse"}
+        return KernelRequest(
+            forward_mode="test",
+            device=device.type,
+            arch=10 * major + minor,
+            q_dtype=self.q.dtype,
+            kv_dtype=self.k.dtype,
+            num_q_heads=layer.num_q_heads,
+            num_kv_heads=layer.num_kv_heads,
+            head_dim=layer.head_dim,
+            v_head_dim=layer.v_head_dim,
+            page_size=self.page,
+            features=features | ({"deterministic"} if deterministic else set()),
+        )
+
+    def run(
+        self,
+        kernel: KernelProvider,
+        ws: EagerWorkspace | None = None,
+        *,
+        deterministic: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Out and LSE. `dtype` is the output's, that of q unless given."""
+        request = self.request(deterministic=deterministic)
+        refused = kernel.reject(request, self.q.device)
+        assert not refused, "; ".join(map(str, refused))
+        ws = ws or EagerWorkspace(TorchOps(), self.q.device, {})
+        shape = (self.q.shape[0], self.layer.num_q_heads, self.layer.v_head_dim)
+        around = torch.full((shape[0] + 2, shape[1] + 1, shape[2] + 3), math.nan, device=self.q.device)
+        around = around.to(dtype or self.q.dtype)
+        out, lse = around[1:-1, :-1, :-3], torch.full(shape[:2], math.nan, device=self.q.device)
+        prepared = kernel.prepare(self.segment, self.layer, request, ws)
+        scales = {"k_scale": self.k_scale, "v_scale": self.v_scale}
+        kernel.run(prepared, self.q, self.k, self.v, out, lse=lse, sinks=self.sinks, **scales)
+        out = out.clone()
+        around[1:-1, :-1, :-3] = math.nan
+        assert around.isnan().all(), "memory around out was written"
+        return out, lse
+
+    def check(self, kernel: KernelProvider, ws: EagerWorkspace | None = None, *, deterministic: bool = False) -> None:
+        """The kernel is as near to float64 as plain torch in q's dtype is, times a small factor."""
+        wanted = self.run(Reference(torch.float64), dtype=torch.float64)
+        plain = self.run(Reference(self.q.dtype))
+        found = self.run(kernel, ws, deterministic=deterministic)
+        for name, got, exact, rough in zip(("out", "lse"), found, wanted, plain, strict=True):
+            finite = exact.isfinite()
+            assert torch.equal(got.isfinite(), finite), f"{name} is finite where it must not be, or not: {self.name}"
+            allowed = FACTOR * largest(rough, exact, finite) + FLOOR[self.q.dtype] * size(exact, finite)
+            error = largest(got, exact, finite)
+            assert error <= allowed, f"{name} off by {error:.3g}, allowed {allowed:.3g}: {self.name}"
+
+    def alone(self, row: int) -> Case:
+        """A row without tail as the only one."""
+        segment, (start, end) = self.segment, self.segment.cu_seqlens_q[row : row + 2].tolist()
+        view, rule = segment.kv, segment.visibility
+        assert view is not None and segment.tail is None and segment.positions is None and segment.q_len is None
+
+        def mine(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor[row : row + 1]
+
+        only = Segment(
+            rows=1,
+            tokens=end - start,
+            cu_seqlens_q=torch.tensor([0, end - start], dtype=torch.int32, device=self.q.device),
+            max_seqlen_q=end - start,
+            kv_len=segment.kv_len[row : row + 1],
+            max_kv_len=int(segment.kv_len[row]),
+            kv=attrs.evolve(view, req_pool_indices=mine(view.req_pool_indices), start=mine(view.start)),
+            visibility=attrs.evolve(rule, keep=mine(rule.keep), row_window=mine(rule.row_window)),
+        )
+        return attrs.evolve(self, segment=only, q=self.q[start:end])
+
+
+def size(exact: Tensor, finite: Tensor) -> float:
+    """The largest finite number, 1 at least."""
+    return max(1.0, float(exact[finite].abs().max())) if bool(finite.any()) else 1.0
+
+
+def largest(got: Tensor, exact: Tensor, finite: Tensor) -> float:
+    """The largest difference where the exact number is finite."""
+    return float((got.double() - exact.double())[finite].abs().max()) if bool(finite.any()) else 0.0

@@ -1,0 +1,239 @@
+"""The metadata fills of the Triton operations, from their definitions in `DeviceOps`. These need no interpreter."""
+
+from __future__ import annotations
+
+import random
+
+import attrs
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from faback.core.segment import KVView, Segment, Visibility
+from faback.kernels.torch_ops import TorchOps
+from faback.kernels.triton.ops import TritonOps
+
+OPS = TritonOps()
+PAGE_SIZES = (1, 3, 4)
+LENGTHS = st.lists(st.integers(0, 30), min_size=0, max_size=5)
+INDEX = st.sampled_from([torch.int32, torch.int64])
+EITHER = st.booleans()
+QUICK = settings(max_examples=60, deadline=None)
+
+
+def filled(name, shape, *args, dtype=torch.int32, **params):
+    out = torch.full(shape, -77, dtype=dtype)
+    getattr(OPS, name)(out, *args, **params)
+    again = torch.full(shape, -77, dtype=dtype)
+    getattr(TorchOps(), name)(again, *args, **params)
+    assert torch.equal(out, again)
+    return out.tolist()
+
+
+@QUICK
+@given(LENGTHS, INDEX, st.integers(-1, 3), st.data())
+def test_lengths(lens, dtype, add, data):
+    n = len(lens)
+    source = torch.tensor(lens, dtype=dtype)
+    rows = [data.draw(st.integers(0, 2)) for _ in lens]
+    active = torch.tensor(rows, dtype=dtype)
+    on = [row != 0 for row in rows]
+    assert filled("lens", (n,), source, add=add, active=None) == [x + add for x in lens]
+    assert filled("lens", (n,), source, add=add, active=active) == [
+        (x + add) * a for x, a in zip(lens, on, strict=True)
+    ]
+    assert filled("row_lens", (n,), value=5, active=active) == [5 * a for a in on]
+    assert filled("offsets", (n + 1,), source) == [sum(lens[:i]) for i in range(n + 1)]
+    assert filled("sum", (n,), source, active) == [(x + r) * (r != 0) for x, r in zip(lens, rows, strict=True)]
+
+
+@QUICK
+@given(LENGTHS, INDEX, st.integers(1, 4), st.integers(1, 3), st.booleans())
+def test_all_steps_of_a_draft(lens, dtype, steps, each, from_zero):
+    source = torch.tensor(lens, dtype=dtype)
+    active = torch.tensor([row % 3 for row in range(len(lens))], dtype=dtype)
+    base = None if from_zero else source
+    assert filled("step_lens", (steps, len(lens)), base, active=active) == [
+        [((0 if from_zero else x) + s + 1) * (row % 3 != 0) for row, x in enumerate(lens)] for s in range(steps)
+    ]
+    assert filled("branch_positions", (steps, len(lens) * each), source, each=each) == [
+        [x + s for x in lens for _ in range(each)] for s in range(steps)
+    ]
+
+
+@st.composite
+def segments(draw, *, mapped=EITHER, started=EITHER, **rule):
+    """Segments over whole pages in random order, everything unused being an id far outside."""
+    page, dtype = draw(st.sampled_from(PAGE_SIZES)), draw(INDEX)
+    keys = draw(LENGTHS)
+    queries = [draw(st.integers(0, 9)) for _ in keys]
+    pick = random.Random(draw(st.integers(0, 999)))
+    starts = [pick.randint(0, 6) for _ in keys] if draw(started) else None
+    spans = [k + (0 if starts is None else starts[i]) for i, k in enumerate(keys)]
+    pages = list(range(1, 2 + sum(-(-n // page) for n in spans)))
+    pick.shuffle(pages)
+    table = torch.full((len(keys) + 1, max([0, *spans]) + 2), 1 << 30, dtype=dtype)
+    for row, n in enumerate(spans):
+        slots = [slot for _ in range(-(-n // page)) for slot in _page(pages.pop(), page)]
+        table[row + 1, :n] = torch.tensor(slots[:n], dtype=dtype)
+    ids = list(range(len(pages) + 400))
+    pick.shuffle(ids)
+    slot_map = torch.tensor([slot for p in ids for slot in _page(p, page)], dtype=dtype) if draw(mapped) else None
+    view = KVView(
+        table,
+        torch.arange(1, len(keys) + 1, dtype=dtype),
+        page,
+        start=None if starts is None else torch.tensor(starts, dtype=dtype),
+        slot_map=slot_map,
+    )
+    return Segment(
+        rows=len(keys),
+        tokens=sum(queries) + draw(st.integers(0, 2)),
+        cu_seqlens_q=torch.tensor([sum(queries[:i]) for i in range(len(keys) + 1)], dtype=torch.int32),
+        max_seqlen_q=max([0, *queries]),
+        kv_len=torch.tensor(keys, dtype=dtype),
+        max_kv_len=max([0, *keys]),
+        kv=view,
+        visibility=Visibility(**{name: draw(values) for name, values in rule.items()}),
+    ).check("the test")
+
+
+def _page(number, size):
+    return range(number * size, (number + 1) * size)
+
+
+def slot(view, row, token, translate=True):
+    """Where a token of a kernel row lies."""
+    at = token if view.start is None else token + int(view.start[row])
+    found = int(view.req_to_token[view.req_pool_indices[row], at])
+    return int(view.slot_map[found]) if translate and view.slot_map is not None else found
+
+
+@QUICK
+@given(segments(started=st.just(False)))
+def test_page_table(segment):
+    view, page = segment.kv, segment.kv.page_size
+    width = max(1, -(-segment.max_kv_len // page)) + 1
+    table = filled("page_table", (segment.rows, width), view=view, lens=segment.kv_len)
+    for row, length in enumerate(segment.kv_len.tolist()):
+        wanted = [slot(view, row, token) // page for token in range(0, length, page)]
+        assert table[row] == wanted + [0] * (width - len(wanted))
+
+
+@QUICK
+@given(segments())
+def test_slot_table(segment):
+    width = segment.max_kv_len + 2
+    table = filled("slot_table", (segment.rows, width), segment)
+    for row, length in enumerate(segment.kv_len.tolist()):
+        assert table[row] == [slot(segment.kv, row, token) for token in range(length)] + [0] * (width - length)
+
+
+def seen_by(segment, row, index):
+    """Tokens of the row that one of its queries sees."""
+    rule, length = segment.visibility, int(segment.kv_len[row])
+    queries = int(segment.cu_seqlens_q[row + 1] - segment.cu_seqlens_q[row])
+    p = length - queries + index
+    near = range(length) if rule.window[0] is None else range(max(0, p - rule.window[0]), length)
+    return [
+        t for t in near if (not rule.causal or t <= p) and (rule.chunk is None or t // rule.chunk == p // rule.chunk)
+    ]
+
+
+@QUICK
+@given(segments(chunk=st.sampled_from([1, 3, 4, 7])))
+def test_virtual_batches(segment):
+    """Every query stands in one piece, at the end of exactly the keys that it sees."""
+    chunk, view = segment.visibility.chunk, segment.kv
+    pieces = segment.rows * 2 + segment.tokens // chunk + 3
+    offsets, kv_len, start, request = filled("virtual_batches", (4, pieces + 1), segment)
+    found = {}
+    for piece in range(pieces):
+        count = offsets[piece + 1] - offsets[piece]
+        for index in range(count):
+            stop = kv_len[piece] - count + index + 1
+            row = [int(r) for r in view.req_pool_indices].index(request[piece])
+            first = start[piece] - (0 if view.start is None else int(view.start[row]))
+            found[offsets[piece] + index] = list(range(first, first + max(0, stop)))
+    for row in range(segment.rows):
+        low, high = segment.cu_seqlens_q[row : row + 2].tolist()
+        for index in range(high - low):
+            assert found.pop(low + index) == seen_by(segment, row, index)
+    assert not found
+
+
+@QUICK
+@given(
+    segments(
+        causal=st.booleans(),
+        chunk=st.sampled_from([None, 3, 4]),
+        window=st.sampled_from([(None, None), (0, None), (5, None)]),
+    )
+)
+def test_query_rows(segment):
+    """Every query is a row, whose keys are the contiguous ones that it sees."""
+    lens, starts, requests = filled("query_rows", (3, segment.tokens), segment)
+    for row in range(segment.rows):
+        low, high = segment.cu_seqlens_q[row : row + 2].tolist()
+        for index in range(high - low):
+            seen = seen_by(segment, row, index)
+            assert lens[low + index] == len(seen)
+            assert requests[low + index] == int(segment.kv.req_pool_indices[row])
+            if seen:
+                offset = 0 if segment.kv.start is None else int(segment.kv.start[row])
+                assert starts[low + index] - offset == seen[0]
+
+
+@QUICK
+@given(segments(mapped=st.just(True)))
+def test_translate(segment):
+    slots = segment.kv.req_to_token.clamp(max=segment.kv.slot_map.shape[0] - 1)
+    wanted = segment.kv.slot_map[slots.long()]
+    assert filled("translate", tuple(slots.shape), slots, segment.kv.slot_map) == wanted.tolist()
+
+
+@pytest.mark.parametrize("seq_lens", [[3, 0, 5], [0], []], ids=str)
+@pytest.mark.parametrize("spare", [0, 2])
+def test_tree_mask_and_positions(seq_lens, spare):
+    """A mask as an engine packs it: each request's block is [queries, committed + queries]."""
+    pick = random.Random(sum(seq_lens))
+    counts = [pick.randint(1, 4) for _ in seq_lens]
+    offsets = [sum(counts[:i]) for i in range(len(counts) + 1)]
+    size, tokens = max([1, *counts]), offsets[-1] + spare
+    trees = [[[pick.random() < 0.5 or i == j for j in range(n)] for i in range(n)] for n in counts]
+    flat = [
+        seen
+        for length, tree in zip(seq_lens, trees, strict=True)
+        for line in tree
+        for seen in [pick.random() < 0.5 for _ in range(length)] + line
+    ]
+    mask = torch.tensor(flat, dtype=torch.bool)
+    lens, cu = torch.tensor(seq_lens, dtype=torch.int64), torch.tensor(offsets, dtype=torch.int32)
+    if not seq_lens:
+        return
+    found = filled("tree_mask", (tokens, size), mask, lens, cu, dtype=torch.bool)
+    wanted = [line + [False] * (size - len(line)) for tree in trees for line in tree]
+    assert found[: offsets[-1]] == wanted
+    positions = filled("tree_positions", (tokens,), torch.tensor(found), lens, cu)
+    depths = [
+        length + sum(line) - line[i]
+        for length, tree in zip(seq_lens, trees, strict=True)
+        for i, line in enumerate(tree)
+    ]
+    assert positions[: offsets[-1]] == depths
+
+
+@QUICK
+@given(segments(window=st.sampled_from([(None, None), (2, None)]), causal=st.booleans()))
+def test_compact(segment):
+    segment = attrs.evolve(segment, max_kv_len=max(1, segment.max_kv_len))
+    width = segment.max_kv_len
+    out = filled("compact", (segment.tokens * (1 + width),), segment)
+    counts, table = out[: segment.tokens], out[segment.tokens :]
+    for row in range(segment.rows):
+        low, high = segment.cu_seqlens_q[row : row + 2].tolist()
+        for index in range(high - low):
+            token = low + index
+            wanted = [slot(segment.kv, row, t) for t in seen_by(segment, row, index)]
+            assert table[token * width : token * width + counts[token]] == wanted
