@@ -4,6 +4,7 @@ Importing the package registers the attention implementation "faback".
 """
 
 from faback_transformers.attention import NAME, AttentionContext, PagedContext, attending, register
+from faback_transformers.drafting import Drafter, PromptLookup
 from faback_transformers.generator import PagedGenerator
 from faback_transformers.layers import layers_of
 from faback_transformers.requests import Completion, Event, Sampling
@@ -15,9 +16,11 @@ __all__ = [
     "NAME",
     "AttentionContext",
     "Completion",
+    "Drafter",
     "Event",
     "PagedContext",
     "PagedGenerator",
+    "PromptLookup",
     "Sampling",
     "Stats",
     "attending",

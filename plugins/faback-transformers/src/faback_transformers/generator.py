@@ -17,11 +17,13 @@ from faback import AttentionBackend, BackendConfig, BatchError, Pools
 from faback.core.explain import Explanation
 from faback.pools import MHAPool, PageAllocator, ReqToTokenPool
 from faback_transformers.attention import PagedContext, attending
+from faback_transformers.drafting import Drafter
 from faback_transformers.layers import layers_of
-from faback_transformers.packing import PackedBatch, pack
+from faback_transformers.packing import PackedBatch, pack, pack_drafts
 from faback_transformers.requests import Completion, Event, Request, Sampling
 from faback_transformers.sampling import sample
-from faback_transformers.scheduler import Scheduler
+from faback_transformers.scheduler import Chunk, Scheduler
+from faback_transformers.speculation import Draft, Speculation, sizes
 from faback_transformers.stats import Stats
 from faback_transformers.text import TextStream
 
@@ -40,6 +42,8 @@ class PagedGenerator:
         context_len: longest request in tokens; the model's own bound unless given.
         kernels: as in `BackendConfig`.
         kv_dtype: storage of keys and values; the model's dtype unless given.
+        drafter: guesses tokens ahead, which are then verified many at once, for instance `PromptLookup()`. The tokens
+            stay the same. Greedy requests only.
     """
 
     def __init__(
@@ -55,6 +59,7 @@ class PagedGenerator:
         context_len: int | None = None,
         kernels: str | Mapping[str, str] = "auto",
         kv_dtype: torch.dtype | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         if tokens_per_step < 1:
             raise BatchError("tokens_per_step", wanted="at least 1", got=tokens_per_step)
@@ -70,11 +75,13 @@ class PagedGenerator:
             dtype=kv_dtype or model.dtype,
             device=model.device,
         )
-        config = BackendConfig(context_len=length, dtype=model.dtype, kernels=kernels)
+        speculative = None if drafter is None else sizes(drafter)
+        config = BackendConfig(context_len=length, dtype=model.dtype, kernels=kernels, speculative=speculative)
         self.backend = AttentionBackend(config, Pools(req_to_token=rows.req_to_token, kv=kv), described)
         self.stats = Stats(pages_total=num_pages)
         self.last_batch: PackedBatch | None = None
         self._scheduler = Scheduler(rows, PageAllocator(num_pages + 1, page_size), tokens_per_step)
+        self._speculation = None if drafter is None else Speculation(drafter, self._scheduler, kv)
         self._context = PagedContext(self.backend, self.layers)
         self._eos = frozenset(eos_token_ids)
         self._requests: dict[int, Request] = {}
@@ -91,6 +98,10 @@ class PagedGenerator:
         Raises:
             BatchError: the request could never be served by this generator.
         """
+        sampling = sampling or Sampling()
+        if self._speculation is not None and sampling.temperature > 0:
+            hint = "Drafts are accepted greedily: make the generator without a drafter."
+            raise BatchError("sampling.temperature", wanted="0 with a drafter", got=sampling.temperature, hint=hint)
         tokens = self._tokens(prompt)
         request = Request(
             request_id=self._submitted,
@@ -98,7 +109,7 @@ class PagedGenerator:
             prompt_len=len(tokens),
             max_new_tokens=max_new_tokens,
             eos=self._eos,
-            sampling=sampling or Sampling(),
+            sampling=sampling,
         )
         self._scheduler.submit(request)
         self._requests[request.request_id] = request
@@ -179,16 +190,14 @@ class PagedGenerator:
         if not chunks:
             assert not self._scheduler.busy
             return
-        batch = pack(chunks, self._scheduler.allocate(chunks), self._scheduler.rows)
-        self._count_pages()
-        logits = self._run(batch)
-        requests = [chunk.request for chunk in chunks if chunk.samples]
-        for request, token in zip(requests, sample(logits, requests), strict=True):
-            self._take(request, token)
+        drafts = self._speculation.drafts(chunks) if self._speculation is not None else []
+        if drafts:
+            self._verify(drafts)
+        else:
+            self._advance(chunks)
         stats = self.stats
         stats.steps += 1
         stats.prompt_tokens += sum(max(0, min(c.end, c.request.prompt_len) - c.start) for c in chunks)
-        stats.new_tokens += len(requests)
         stats.preemptions += self._scheduler.preemptions - preempted
         self._count_pages()
         stats.seconds += perf_counter() - start
@@ -222,6 +231,28 @@ class PagedGenerator:
     ) -> None:
         self.close()
 
+    def _advance(self, chunks: list[Chunk]) -> None:
+        """A plain step: one token for each request whose tokens have all run."""
+        batch = pack(chunks, self._scheduler.allocate(chunks), self._scheduler.rows)
+        self._count_pages()
+        logits = self._run(batch)
+        requests = [chunk.request for chunk in chunks if chunk.samples]
+        for request, token in zip(requests, sample(logits, requests), strict=True):
+            self._take(request, [token])
+
+    def _verify(self, drafts: list[Draft]) -> None:
+        """A step of speculation: one token or more for each request."""
+        assert self._speculation is not None
+        slots = self._scheduler.allocate([draft.chunk for draft in drafts])
+        self._count_pages()
+        choices = self._run(pack_drafts(drafts, slots, self._scheduler.rows)).argmax(-1).tolist()
+        stats = self.stats
+        stats.verify_steps += 1
+        for draft, tokens in zip(drafts, self._speculation.settle(drafts, choices), strict=True):
+            stats.verifications += 1
+            stats.drafted_tokens += len(draft.tree) - 1
+            stats.accepted_tokens += self._take(draft.chunk.request, tokens) - 1
+
     def _run(self, batch: PackedBatch) -> torch.Tensor:
         """[samples, vocabulary] logits of the tokens that are sampled after."""
         planning, attending_before = perf_counter(), self._context.seconds
@@ -240,13 +271,21 @@ class PagedGenerator:
         self.stats.layer_calls += len(self.layers)
         return logits if self._slices_logits else logits[batch.sampled]
 
-    def _take(self, request: Request, token: int) -> None:
-        request.append(token)
-        text = self._texts[request.request_id].push(token, last=request.finished is not None)
-        request.pieces.append(text)
-        self._events.append(Event(request_id=request.request_id, token=token, text=text, finished=request.finished))
+    def _take(self, request: Request, tokens: Iterable[int]) -> int:
+        """Takes new tokens up to the request's end; returns how many."""
+        before = len(request.tokens)
+        for token in tokens:
+            request.append(token)
+            text = self._texts[request.request_id].push(token, last=request.finished is not None)
+            request.pieces.append(text)
+            self._events.append(Event(request_id=request.request_id, token=token, text=text, finished=request.finished))
+            if request.finished is not None:
+                break
         if request.finished is not None:
             self._scheduler.release(request)
+        taken = len(request.tokens) - before
+        self.stats.new_tokens += taken
+        return taken
 
     def _count_pages(self) -> None:
         used = self._scheduler.allocator.used_pages

@@ -10,6 +10,7 @@ import torch
 from faback import ForwardBatch
 from faback.pools import ReqToTokenPool
 from faback_transformers.scheduler import Chunk
+from faback_transformers.speculation import Draft
 
 Tensor = torch.Tensor
 
@@ -64,6 +65,45 @@ def pack(chunks: Sequence[Chunk], slots: Sequence[int], rows: ReqToTokenPool) ->
         extend_prefix_lens_cpu=ends - counts,
     )
     return PackedBatch(on_device[:1], on_device[1:2], sampled.to(device, non_blocking=True), forward)
+
+
+def pack_drafts(drafts: Sequence[Draft], slots: Sequence[int], rows: ReqToTokenPool) -> PackedBatch:
+    """Packs trees; every node is sampled after. Three copies to the device, no wait.
+
+    Args:
+        drafts: what is verified, at least one.
+        slots: slot of each node, tree after tree.
+        rows: the request table; nodes take the places behind a request's cached tokens, in their order.
+    """
+    chunks = [draft.chunk for draft in drafts]
+    ids = [token for draft in drafts for token in draft.tree.tokens]
+    positions = [draft.chunk.start + depth for draft in drafts for depth in draft.tree.depths]
+    owners = [chunk.request.row for chunk in chunks for _ in range(chunk.count)]
+    columns = [column for chunk in chunks for column in range(chunk.start, chunk.end)]
+    starts, counts = torch.tensor([chunk.start for chunk in chunks]), torch.tensor([chunk.count for chunk in chunks])
+    requests = torch.stack((torch.tensor([chunk.request.row for chunk in chunks]), starts, counts))
+    device = rows.device
+    tokens = torch.tensor([ids, positions, owners, columns, slots]).to(device, non_blocking=True)
+    per_request = requests.to(device, non_blocking=True)
+    rows.write_tokens(tokens[2], tokens[3], tokens[4])
+    forward = ForwardBatch(
+        forward_mode="target_verify",
+        req_pool_indices=per_request[0],
+        seq_lens=per_request[1],
+        seq_lens_cpu=starts,
+        out_cache_loc=tokens[4],
+        positions=tokens[1],
+        verify_lens=per_request[2],
+        verify_lens_cpu=counts,
+        custom_mask=torch.cat([_mask(draft) for draft in drafts]).to(device, non_blocking=True),
+    )
+    return PackedBatch(tokens[:1], tokens[1:2], torch.arange(len(ids), device=device), forward)
+
+
+def _mask(draft: Draft) -> Tensor:
+    """bool [nodes * (cached tokens + nodes)]: every node sees what is cached, its ancestors and itself."""
+    cached = torch.ones((len(draft.tree), draft.chunk.start), dtype=torch.bool)
+    return torch.cat((cached, torch.tensor(draft.tree.mask())), 1).view(-1)
 
 
 def _mode(chunks: Sequence[Chunk]) -> str:

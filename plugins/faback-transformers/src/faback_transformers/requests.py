@@ -106,12 +106,17 @@ class Request:
         """Most tokens whose keys and values will ever be held: the last sampled one needs none."""
         return self.prompt_len + self.max_new_tokens - 1
 
+    @property
+    def wanted(self) -> int:
+        """Tokens still to be generated at most."""
+        return self.prompt_len + self.max_new_tokens - len(self.tokens)
+
     def append(self, token: int) -> None:
         """Takes the next token and notices the end."""
         self.tokens.append(token)
         if token in self.eos:
             self.finished = "eos"
-        elif len(self.tokens) - self.prompt_len == self.max_new_tokens:
+        elif self.wanted == 0:
             self.finished = "length"
 
     def completion(self) -> Completion:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 import attrs
 
@@ -120,6 +121,29 @@ class Scheduler:
             chunk.request.slots += slots[taken : taken + chunk.count]
             taken += chunk.count
         return slots
+
+    def spare_pages(self, chunks: Sequence[Chunk]) -> int:
+        """Pages that stay free when the chunks have theirs."""
+        return self.allocator.available_pages - sum(self._more(chunk.request, chunk.count) for chunk in chunks)
+
+    def widened(self, chunk: Chunk, more: int, spare_pages: int) -> tuple[Chunk, int]:
+        """A chunk with more tokens at its end, and the pages that it leaves of those that are spare.
+
+        Args:
+            chunk: one of `schedule`.
+            more: tokens wanted; there may be fewer where pages or the request's row end.
+            spare_pages: what may be taken.
+        """
+        have = self._pages(chunk.end)
+        end = min(chunk.end + more, (have + spare_pages) * self.allocator.page_size, self.rows.context_len)
+        return attrs.evolve(chunk, count=end - chunk.start), spare_pages - (self._pages(end) - have)
+
+    def shrink(self, request: Request, length: int) -> None:
+        """Forgets cached tokens past a length, and gives back the pages that hold nothing else."""
+        unused = request.slots[self._pages(length) * self.allocator.page_size :]
+        del request.slots[length:]
+        if unused:
+            self.allocator.free(unused)
 
     def release(self, request: Request) -> None:
         """Takes a request out, wherever it is, and gives its row and pages back."""
