@@ -118,7 +118,7 @@ class ForwardBatch:
         def readable(name: str) -> Tensor | None:
             value = getattr(self, f"{name}_cpu", None)
             value = getattr(self, name) if value is None else value
-            return value if value is not None and (device_data or value.device.type == "cpu") else None
+            return value.cpu() if value is not None and (device_data or value.device.type == "cpu") else None
 
         seq_lens, new, slots = readable("seq_lens"), readable("extend_seq_lens"), readable("out_cache_loc")
         if seq_lens is not None and seq_lens.numel() and int(seq_lens.max()) > columns:

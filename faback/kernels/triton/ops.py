@@ -11,7 +11,7 @@ from faback.core.segment import KVWrite
 from faback.core.workspace import DeviceOps
 from faback.kernels.torch_fills import TorchFills
 from faback.kernels.torch_ops import FP8_DTYPES
-from faback.kernels.triton.provider import scale_tensor
+from faback.kernels.triton.provider import scale_args
 from faback.kernels.triton.tiles import power_of_two
 
 Tensor = torch.Tensor
@@ -40,7 +40,6 @@ class TritonOps(TorchFills):
         slots = write.slots if write.slots.is_contiguous() else write.slots.contiguous()
         k = k if k.stride(-1) == 1 else k.contiguous()
         v = v if v is None or v.stride(-1) == 1 else v.contiguous()
-        scaled = k_scale is not None or v_scale is not None
         block_t = max(1, min(16, 2048 // power_of_two(dim)))
         store[(-(-tokens // block_t), heads)](
             k=k,
@@ -49,8 +48,6 @@ class TritonOps(TorchFills):
             v_cache=v_cache,
             slots=slots,
             slot_map=write.slot_map,
-            k_scale=scale_tensor(k_scale, k.device) if scaled else None,
-            v_scale=scale_tensor(v_scale, k.device) if scaled else None,
             tokens=tokens,
             k_token=k.stride(0),
             k_head=k.stride(1),
@@ -60,7 +57,7 @@ class TritonOps(TorchFills):
             kc_head=k_cache.stride(1),
             vc_slot=v_cache.stride(0),
             vc_head=v_cache.stride(1),
-            SCALE_HEADS=int(any(isinstance(s, Tensor) and s.numel() > 1 for s in (k_scale, v_scale))),
+            **scale_args(k_scale, v_scale),
             DK=dim,
             DV=0 if v is None else v.shape[2],
             BLOCK_K=power_of_two(dim),

@@ -125,7 +125,6 @@ class TritonAttention(KernelProvider):
         from faback.kernels.triton.attend import attend
 
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        scaled = k_scale is not None or v_scale is not None
         attend[prepared.grid](
             q=q,
             k=k,
@@ -133,8 +132,6 @@ class TritonAttention(KernelProvider):
             out=out,
             lse=lse,
             sinks=sinks,
-            k_scale=scale_tensor(k_scale, q.device) if scaled else None,
-            v_scale=scale_tensor(v_scale, q.device) if scaled else None,
             q_token=q.stride(0),
             q_head=q.stride(1),
             k_slot=k.stride(0),
@@ -144,7 +141,7 @@ class TritonAttention(KernelProvider):
             o_token=out.stride(0),
             o_head=out.stride(1),
             lse_token=0 if lse is None else lse.stride(0),
-            SCALE_HEADS=int(any(isinstance(s, Tensor) and s.numel() > 1 for s in (k_scale, v_scale))),
+            **scale_args(k_scale, v_scale),
             **prepared.args,
             **prepared.meta,
         )
@@ -262,11 +259,15 @@ def _constants(segment: Segment, layer: LayerKind, request: KernelRequest, tile:
     }
 
 
-def scale_tensor(scale: float | Tensor | None, device: torch.device) -> Tensor:
-    """A scale as a float32 tensor on the device, 1 without one."""
-    if isinstance(scale, Tensor):
-        return scale
-    return torch.full((1,), 1.0 if scale is None else scale, dtype=torch.float32, device=device)
+def scale_args(k_scale: float | Tensor | None, v_scale: float | Tensor | None) -> dict[str, Any]:
+    """Scales as the kernels take them: a number, or a float32 tensor of one value or one per head."""
+    args: dict[str, Any] = {}
+    for name, scale in (("k", k_scale), ("v", v_scale)):
+        tensor = scale if isinstance(scale, Tensor) else None
+        args[f"{name}_scale"] = tensor
+        args[f"{name}_factor"] = 1.0 if tensor is not None or scale is None else float(scale)
+        args[f"{name.upper()}_PER_HEAD"] = int(tensor is not None and tensor.numel() > 1)
+    return args
 
 
 @hookimpl

@@ -8,26 +8,27 @@ import triton.language as tl
 
 @triton.jit
 def store_one(
-    source, cache, token, slot, exists, head, scale, s_token, s_head, c_slot, c_head, SCALE_HEADS: tl.constexpr,
-    DIM: tl.constexpr, BLOCK: tl.constexpr, LIMIT: tl.constexpr,
+    source, cache, token, slot, exists, head, scale, factor, s_token, s_head, c_slot, c_head,
+    PER_HEAD: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """Tokens [T] of one head: source[token, head] / scale -> cache[slot, head], saturated at LIMIT if that is > 0."""
     d = tl.arange(0, BLOCK)
     mask = exists[:, None] & (d < DIM)
     value = tl.load(source + token[:, None] * s_token + head * s_head + d, mask=mask, other=0.0)
     if scale is not None:
-        value = value.to(tl.float32) / tl.load(scale + head * SCALE_HEADS)
+        factor = tl.load(scale + head * PER_HEAD)
+    value = value.to(tl.float32) / factor
     if LIMIT > 0:
-        value = tl.minimum(tl.maximum(value.to(tl.float32), -LIMIT), LIMIT)
+        value = tl.minimum(tl.maximum(value, -LIMIT), LIMIT)
     tl.store(cache + slot[:, None] * c_slot + head * c_head + d, value.to(cache.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("tokens",))
 def store(
-    k, v, k_cache, v_cache, slots, slot_map, k_scale, v_scale, tokens,
+    k, v, k_cache, v_cache, slots, slot_map, k_scale, v_scale, k_factor, v_factor, tokens,
     k_token, k_head, v_token, v_head, kc_slot, kc_head, vc_slot, vc_head,
-    SCALE_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-    LIMIT: tl.constexpr, BLOCK_T: tl.constexpr,
+    K_PER_HEAD: tl.constexpr, V_PER_HEAD: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, LIMIT: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Grid: (blocks of tokens, heads). k, v [tokens, heads, dim]; caches [slots, heads, dim]; slots [tokens].
 
@@ -42,17 +43,17 @@ def store(
         slot = tl.load(slot_map + slot, mask=exists, other=0).to(tl.int64)
         exists = exists & (slot > 0)
     store_one(
-        k, k_cache, token, slot, exists, head, k_scale, k_token, k_head, kc_slot, kc_head, SCALE_HEADS,
-        DK, BLOCK_K, LIMIT,
+        k, k_cache, token, slot, exists, head, k_scale, k_factor, k_token, k_head, kc_slot, kc_head,
+        K_PER_HEAD, DK, BLOCK_K, LIMIT,
     )  # fmt: skip
     if v is not None:
         store_one(
-            v, v_cache, token, slot, exists, head, v_scale, v_token, v_head, vc_slot, vc_head, SCALE_HEADS,
-            DV, BLOCK_V, LIMIT,
+            v, v_cache, token, slot, exists, head, v_scale, v_factor, v_token, v_head, vc_slot, vc_head,
+            V_PER_HEAD, DV, BLOCK_V, LIMIT,
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("parts", "tokens", "part_out", "part_lse"))
 def merge(
     outs, lses, out, lse, sinks, parts, tokens, part_out, part_lse, p_token, p_head, l_token,
     o_token, o_head, lse_token, HEADS: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr, BLOCK_T: tl.constexpr,
