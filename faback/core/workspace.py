@@ -39,16 +39,14 @@ class DeviceOps(Protocol):
         """out[b] = value, and 0 where `active` [b] is 0."""
         ...
 
-    def tree_mask(self, out: Tensor, custom_mask: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor) -> None:
-        """out bool [tokens, size]: the last columns of each request's block of a flat tree mask.
+    def tree(self, out: Tensor, custom_mask: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, *, size: int) -> None:
+        """out [1 + words, tokens]: where each token of a tree stands, and the bytes of bool [tokens, 4 * words].
 
-        Request b's block is [n, seq_lens[b] + n] with n = cu_seqlens_q[b + 1] - cu_seqlens_q[b]; blocks follow one
-        another. Columns from n on are False. Nothing outside custom_mask is read, whatever the lengths say.
+        The mask is the last columns of each request's block of a flat one. Request b's block is [n, seq_lens[b] + n]
+        with n = cu_seqlens_q[b + 1] - cu_seqlens_q[b]; blocks follow one another. Columns from n or `size` on are
+        False. Nothing outside custom_mask is read, whatever the lengths say. A token stands at seq_lens of its request
+        plus the number of tokens that it sees besides itself.
         """
-        ...
-
-    def tree_positions(self, out: Tensor, mask: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor) -> None:
-        """out [tokens] = seq_lens of the token's request + number of tokens that it sees besides itself."""
         ...
 
     def branch_positions(self, out: Tensor, source: Tensor, *, each: int) -> None:
@@ -183,6 +181,13 @@ class Workspace(abc.ABC):
         """int32 [n]: one length for every row that is not padding."""
         return self.fill(name, (active.shape[0],), self.ops.row_lens, value=value, active=active)
 
+    def tree(self, custom_mask: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, tokens: int, size: int) -> Any:
+        """mask bool [tokens, size] and positions int32 [tokens] of a tree of drafted tokens, in one fill."""
+        words = max(1, -(-size // 4))
+        known = (custom_mask, seq_lens, cu_seqlens_q)
+        both = self.fill("tree", (1 + words, tokens), self.ops.tree, *known, size=size)
+        return both[1:].view(-1).view(torch.bool).view(tokens, 4 * words)[:, :size], both[0]
+
     def offsets(self, name: str, lens: Tensor) -> Tensor:
         """int32 [n + 1] running sum of lengths [n]."""
         return self.fill(name, (lens.shape[0] + 1,), self.ops.offsets, lens)
@@ -240,11 +245,6 @@ class EagerWorkspace(Workspace):
 
 class DryWorkspace(EagerWorkspace):
     """For explanations: fills, but leaves the state of plugins alone."""
-
-    def page_table(self, name: str, view: KVView, lens: Tensor, max_len: int) -> Tensor:
-        """int32 [rows, pages] page ids of a view's first `lens` tokens, 0 behind them; the view has no start offset."""
-        pages = max(1, -(-max_len // view.page_size))
-        return self.fill(name, (lens.shape[0], pages), self.ops.page_table, view=view, lens=lens)
 
     def update(self, op: Callable[..., None], state: Tensor, *inputs: Tensor | None, **params: Any) -> None:
         return

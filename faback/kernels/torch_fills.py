@@ -37,21 +37,18 @@ class TorchFills:
     def row_lens(self, out: Tensor, *, value: int, active: Tensor) -> None:
         out.copy_((active != 0) * value)
 
-    def tree_mask(self, out: Tensor, custom_mask: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor) -> None:
+    def tree(self, out: Tensor, custom_mask: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, *, size: int) -> None:
+        positions, mask = out[0], out[1:].view(-1).view(torch.bool).view(out.shape[1], -1)
         offsets = cu_seqlens_q.long()
         counts = offsets.diff()
         width = seq_lens.long() + counts
         blocks = (counts * width).cumsum(0) - counts * width
-        request, index = owners(offsets, out.shape[0])
-        column = torch.arange(out.shape[1], device=out.device)
+        request, index = owners(offsets, out.shape[1])
+        column = torch.arange(mask.shape[1], device=out.device)
         flat = (blocks[request] + index * width[request] + seq_lens.long()[request])[:, None] + column
-        inside = (column < counts[request][:, None]) & (flat < custom_mask.shape[0])
-        out.copy_(custom_mask[torch.where(inside, flat, 0)] & inside)
-
-    def tree_positions(self, out: Tensor, mask: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor) -> None:
-        request, index = owners(cu_seqlens_q.long(), out.shape[0])
-        others = torch.arange(mask.shape[1], device=out.device) != index[:, None]
-        out.copy_(seq_lens[request] + (mask & others).sum(1))
+        inside = (column < counts[request][:, None]) & (column < size) & (flat < custom_mask.shape[0])
+        mask.copy_(custom_mask[torch.where(inside, flat, 0)] & inside)
+        positions.copy_(seq_lens[request] + (mask & (column != index[:, None])).sum(1))
 
     def branch_positions(self, out: Tensor, source: Tensor, *, each: int) -> None:
         steps = torch.arange(out.shape[0], device=out.device)

@@ -61,16 +61,7 @@ class TargetVerify(Mode):
         batch.check_fields(("custom_mask",))
         assert batch.custom_mask is not None
         tokens = batch.num_tokens
-        mask = ws.fill(
-            "tree_mask",
-            (tokens, size),
-            ws.ops.tree_mask,
-            batch.custom_mask,
-            batch.seq_lens,
-            chain.cu_seqlens_q,
-            dtype=torch.bool,
-        )
-        positions = ws.fill("positions", (tokens,), ws.ops.tree_positions, mask, batch.seq_lens, chain.cu_seqlens_q)
+        mask, positions = ws.tree(batch.custom_mask, batch.seq_lens, chain.cu_seqlens_q, tokens, size)
         return attrs.evolve(chain, tail=Tail(size, lens, mask=mask, positions=positions), positions=positions)
 
 

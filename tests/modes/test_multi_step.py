@@ -23,7 +23,7 @@ from faback.testing.poor import Poor
 
 OVERLAYS = ("full", "window", "local", "cross", "mla")
 FILLS = (
-    "lens", "offsets", "step_lens", "row_lens", "tree_mask", "tree_positions", "branch_positions", "sum", "positions",
+    "lens", "offsets", "step_lens", "row_lens", "tree", "branch_positions", "sum", "positions",
     "page_table", "slot_table", "virtual_batches", "query_rows", "compact", "translate",
 )  # fmt: skip
 

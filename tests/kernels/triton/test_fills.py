@@ -212,10 +212,12 @@ def test_tree_mask_and_positions(seq_lens, spare):
     lens, cu = torch.tensor(seq_lens, dtype=torch.int64), torch.tensor(offsets, dtype=torch.int32)
     if not seq_lens:
         return
-    found = filled("tree_mask", (tokens, size), mask, lens, cu, dtype=torch.bool)
+    words = -(-size // 4)
+    both = torch.tensor(filled("tree", (1 + words, tokens), mask, lens, cu, size=size), dtype=torch.int32)
+    found = both[1:].view(-1).view(torch.bool).view(tokens, 4 * words)[:, :size].tolist()
     wanted = [line + [False] * (size - len(line)) for tree in trees for line in tree]
     assert found[: offsets[-1]] == wanted
-    positions = filled("tree_positions", (tokens,), torch.tensor(found), lens, cu)
+    positions = both[0].tolist()
     depths = [
         length + sum(line) - line[i]
         for length, tree in zip(seq_lens, trees, strict=True)
