@@ -38,7 +38,7 @@ class TorchFills:
         out.copy_((active != 0) * value)
 
     def tree(self, out: Tensor, custom_mask: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, *, size: int) -> None:
-        positions, mask = out[0], out[1:].view(-1).view(torch.bool).view(out.shape[1], -1)
+        positions, mask = out[0], out[1:].view(-1).view(torch.bool).view(out.shape[1], 4 * (out.shape[0] - 1))
         offsets = cu_seqlens_q.long()
         counts = offsets.diff()
         width = seq_lens.long() + counts
