@@ -1,6 +1,6 @@
 """Tile shapes: a small table by architecture and shape class, read on the host, never tuned in traffic.
 
-`python -m faback tune` measures candidates on the machine at hand; the rows for sm_90 are what it found on an H200.
+`benchmarks/tune.py` measures candidates on the machine at hand; the rows for sm_90 are what it found on an H200.
 """
 
 from __future__ import annotations

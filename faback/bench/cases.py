@@ -16,6 +16,7 @@ class Case:
         window: inclusive left distance, None without.
         fp8: the cache holds e4m3.
         tree: the new tokens are a tree to verify.
+        latent: heads of a multi-head latent attention layer (absorbed, 512 + 64), 0 for a plain layer.
         target_us: what it is meant to take, microseconds.
     """
 
@@ -25,6 +26,7 @@ class Case:
     window: int | None = None
     fp8: bool = False
     tree: bool = False
+    latent: int = 0
     target_us: float | None = None
 
     @property
@@ -35,9 +37,9 @@ class Case:
         return "decode" if all(new == 1 for _, new in self.lens) else "extend"
 
 
-def decode(bs: int, ctx: int, target: float, **options: object) -> Case:
+def decode(bs: int, ctx: int, target: float | None, **options: object) -> Case:
     """Equal requests of one context length."""
-    extra = "".join(f" {k} {v}" for k, v in options.items())
+    extra = "".join(f" {name}" if value is True else f" {name} {value}" for name, value in options.items())
     return Case(f"decode bs {bs} ctx {ctx}{extra}", ((ctx - 1, 1),) * bs, target_us=target, **options)  # type: ignore[arg-type]
 
 
@@ -68,4 +70,7 @@ CASES = (
     Case("prefill 1 x 8192", ((0, 8192),), target_us=1295),
     Case("prefill 1 x 32768", ((0, 32768),), target_us=17489),
     Case("extend 4 x 2048 after 2048", ((2048, 2048),) * 4),
+    decode(64, 4096, None, latent=16, page_size=64),
+    decode(64, 4096, None, latent=128, page_size=64),
 )
+"""Targets are those of the project for one H200; None where it has none."""

@@ -1,0 +1,70 @@
+"""`faback bench`: times kernels on the GPU of this machine, each figure beside its check."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import triton
+import typer
+
+import faback
+from faback.cli.output import main_console, side_console, table
+from faback.core.errors import ConfigError
+
+SUITES = ("kernels",)
+COLUMNS = ("case", "floor_us", "target_us", "fa3_us")
+
+
+def command(
+    suite: Annotated[str, typer.Option(help="What is measured: " + ", ".join(SUITES))] = "kernels",
+    kernel: Annotated[list[str] | None, typer.Option(help="A kernel; may be given several times.")] = None,
+    only: Annotated[str, typer.Option(help="Cases whose name contains this.")] = "",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the report to this file.")] = None,
+    commit: Annotated[str | None, typer.Option(help="The commit that is measured, where git is not at hand.")] = None,
+) -> None:
+    """Measure. Exits with 1 if anything failed or was wrong."""
+    if suite not in SUITES:
+        raise ConfigError("--suite", wanted=f"one of {', '.join(SUITES)}", got=suite)
+    if not torch.cuda.is_available():
+        raise ConfigError("faback bench", wanted="a CUDA GPU", got="none", hint="Kernels are timed where they run.")
+    from faback.bench.kernels import run
+
+    kernels = kernel or ["triton"]
+    rows = []
+    for row in run(kernels, only):
+        side_console().print(" ".join(f"{name}={value}" for name, value in row.items()), highlight=False)
+        rows.append(row)
+    if json_file is not None:
+        report = environment(commit) | {"suite": suite, "rows": rows}
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        json_file.write_text(json.dumps(report, indent=1) + "\n")
+    columns = (*COLUMNS, *(f"{name}{suffix}" for name in kernels for suffix in ("_us", "_error", "_over_fa3")))
+    shown = [[row.get(column, "") for column in columns] for row in rows]
+    main_console().print(table(f"Suite {suite}, {torch.cuda.get_device_name()}", columns, shown))
+    if any(name.endswith("_failed") and not name.startswith("fa3") for row in rows for name in row):
+        raise typer.Exit(1)
+
+
+def environment(commit: str | None = None) -> dict[str, Any]:
+    """What a figure depends on: GPU, versions and commit."""
+    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "commit": commit or found.stdout.strip() or "unknown",
+        "faback": faback.__version__,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "fa3": _version("tokenspeed-fa3") or _version("flash-attn-3"),
+    }
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
