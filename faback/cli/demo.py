@@ -41,13 +41,40 @@ PROMPTS: tuple[tuple[bool, str], ...] = (
 """Whether the chat template is used, and the text."""
 
 
+VERSE = """\
+Ten green bottles hanging on the wall,
+Ten green bottles hanging on the wall,
+And if one green bottle should accidentally fall,
+There'll be nine green bottles hanging on the wall.
+
+Nine green bottles"""
+
+RECORDS = """\
+[
+  {"id": 1, "name": "Anna", "role": "engineer", "city": "Paris"},
+  {"id": 2, "name": "Ben", "role": "designer", "city": "Rome"},
+  {"id": 3, "name": "Clara", "role": "engineer", "city": "Paris"},
+  {"id": 4,"""
+
+REPETITIVE: tuple[tuple[bool, str], ...] = (
+    (True, f"Correct the spelling of this text and change nothing else.\n\n{STORY}"),
+    (False, VERSE),
+    (False, RECORDS),
+    (True, "What is the capital of France?"),
+)
+"""Prompts for speculation by look-up: it lives on answers that repeat what is there, as three of these do."""
+
+
 def demo(
     prompts: Annotated[
         list[str] | None, typer.Option("--prompt", "-p", help="A question; may be given several times.")
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate for each prompt.")] = 48,
     as_json: Annotated[bool, typer.Option("--json", help="Print the final table alone, as JSON.")] = False,
-    speculative: Annotated[bool, typer.Option("--speculative", help="Tree speculation by prompt look-up.")] = False,
+    speculative: Annotated[
+        bool,
+        typer.Option("--speculative", help="Verify trees of drafts from prompt look-up; compare with plain decoding."),
+    ] = False,
     random_weights: Annotated[bool, typer.Option("--random", help="A small random model; needs no weights.")] = False,
     device: Annotated[str, typer.Option(help="'auto' takes the GPU where there is one.")] = "auto",
     kernels: Annotated[str, typer.Option(help="'auto', or the name of a kernel.")] = "auto",
@@ -60,10 +87,8 @@ def demo(
     Exits with 1 if any token differs.
     """
     console = Console(stderr=as_json)
-    if speculative:
-        console.print("[yellow]--speculative is not there yet[/]: run the demo without it for plain decoding.")
-        raise typer.Exit(2)
     try:
+        from faback_transformers import PromptLookup
         from faback_transformers.comparison import compare
     except ModuleNotFoundError as error:
         console.print(f"[red]The demo needs the package faback-transformers[/] ({error}).")
@@ -71,7 +96,7 @@ def demo(
         raise typer.Exit(2) from None
     try:
         loaded = _load(device, random_weights, console)
-        asked = [(True, text) for text in prompts] if prompts else list(PROMPTS)
+        asked = [(True, text) for text in prompts] if prompts else list(REPETITIVE if speculative else PROMPTS)
         view = _Answers(console, asked, loaded)
         with view.live:
             result = compare(
@@ -79,7 +104,8 @@ def demo(
                 view.tokens,
                 max_new_tokens=max_new_tokens,
                 on_event=view.show,
-                on_reference=view.comparing,
+                on_note=view.note,
+                drafter=PromptLookup() if speculative else None,
                 kernels=kernels,
                 num_pages=num_pages,
                 page_size=page_size,
@@ -114,9 +140,9 @@ class _Answers:
         self._counts[event.request_id] += event.token is not None
         self._texts[event.request_id] += event.text if self._real or event.token is None else f"{event.token} "
 
-    def comparing(self, index: int) -> None:
-        """Notes that Transformers' own attention is at work."""
-        self._note = f"comparing with sdpa, prompt {index + 1} of {len(self._asked)}"
+    def note(self, note: str) -> None:
+        """Says what is going on."""
+        self._note = note
 
     def _table(self) -> Table:
         table = Table(title=self._note, show_lines=True, expand=True)
@@ -168,6 +194,14 @@ def _report(console: Console, asked: list[tuple[bool, str]], result: Comparison)
     stats, cost = result.stats, result.overhead
     facts = Table(show_header=False)
     facts.add_row("faback, all prompts at once", f"{result.faback_tokens_per_second:.1f} tokens/s, {stats.steps} steps")
+    gain = result.speculation
+    if gain is not None:
+        plain = f"{gain.plain_tokens_per_second:.1f} tokens/s, {gain.plain_steps} steps"
+        facts.add_row("faback without speculation", plain)
+        facts.add_row("speed-up by speculation", f"{gain.speed_up:.2f}")
+        accepted = f"{gain.acceptance_length:.2f} tokens per request and verify pass"
+        facts.add_row("acceptance length", accepted)
+        facts.add_row("drafts", f"{stats.drafted_tokens} verified, {stats.accepted_tokens} accepted")
     facts.add_row("sdpa, one prompt at a time", f"{result.sdpa_tokens_per_second:.1f} tokens/s")
     facts.add_row("KV pages", f"{stats.pages_peak} of {stats.pages_total} at the peak, {stats.pages_used} in use now")
     facts.add_row("preemptions", str(stats.preemptions))
@@ -176,7 +210,8 @@ def _report(console: Console, asked: list[tuple[bool, str]], result: Comparison)
     for reason in result.reasons:
         facts.add_row("", Text(reason, style="dim"))
     console.print(facts)
-    console.print("[green]Every token equals sdpa's.[/]" if result.equal else "[red]Tokens differ.[/]")
+    both = "sdpa's" if gain is None else "sdpa's, and that of plain decoding"
+    console.print(f"[green]Every token equals {both}.[/]" if result.equal else "[red]Tokens differ.[/]")
 
 
 def _short(text: str, limit: int = 60) -> str:

@@ -6,6 +6,7 @@ import json
 from importlib import metadata
 
 import pytest
+from tiny_models import repetitive
 
 from faback_transformers import weights
 from faback_transformers.comparison import compare
@@ -43,6 +44,7 @@ def test_random_model_as_json():
     assert len(table["prompts"]) == 8
     assert table["stats"]["pages_used"] == 0 < table["stats"]["pages_peak"]
     assert table["kernel"]
+    assert table["speculation"] is None
 
 
 def test_without_weights_it_says_so(no_weights):
@@ -59,10 +61,37 @@ def test_a_difference_is_an_error(monkeypatch):
     assert "differs from token 0" in " ".join(result.output.replace("│", " ").split())
 
 
-def test_speculation_is_announced():
-    result = run("--speculative")
-    assert result.exit_code == 2
-    assert "not there yet" in result.output
+def test_speculation_as_json(monkeypatch):
+    model = repetitive(vocab_size=512)
+    loaded = weights.LoadedModel(name="repetitive", model=model, tokenizer=None, eos_token_ids=())
+    monkeypatch.setattr(weights, "random_model", lambda **options: loaded)
+    result = run("--random", "--speculative", "--json", "--max-new-tokens", "30", "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    table = json.loads(result.stdout)
+    gain, stats = table["speculation"], table["stats"]
+    assert table["equal"]
+    assert gain["equal"]
+    assert gain["acceptance_length"] == pytest.approx(1 + stats["accepted_tokens"] / stats["verifications"])
+    assert gain["acceptance_length"] > 2
+    assert 0 < stats["accepted_tokens"] <= stats["drafted_tokens"]
+    assert 0 < stats["verify_steps"] <= stats["steps"] < gain["plain_steps"]
+    assert gain["plain_tokens_per_second"] * gain["speed_up"] == pytest.approx(table["faback_tokens_per_second"])
+    assert stats["pages_used"] == 0
+
+
+def test_speculation_is_reported():
+    arguments = ("--random", "--speculative", "--prompt", "ab" * 20, "--max-new-tokens", "6", "--device", "cpu")
+    result = run(*arguments)
+    assert result.exit_code == 0, result.output
+    for fact in ("speed-up by speculation", "acceptance length", "and that of plain decoding"):
+        assert fact in result.output
+
+
+def test_a_difference_to_plain_decoding_is_an_error(monkeypatch):
+    monkeypatch.setattr("faback_transformers.tree.DraftTree.accepted", lambda tree, choices: list(range(len(tree))))
+    result = run("--random", "--speculative", "--json", "--max-new-tokens", "30", "--device", "cpu")
+    assert result.exit_code == 1
+    assert not json.loads(result.stdout)["speculation"]["equal"]
 
 
 def test_errors_are_one_line():

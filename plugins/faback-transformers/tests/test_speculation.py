@@ -7,8 +7,7 @@ from collections import defaultdict
 import pytest
 import torch
 from drafters import Guesser, Liar, Seer
-from tiny_models import MODELS, PROMPTS
-from transformers import LlamaConfig, LlamaForCausalLM
+from tiny_models import MODELS, PROMPTS, repetitive
 
 from faback import BatchError
 from faback_transformers import PagedGenerator, PromptLookup, Sampling
@@ -80,11 +79,8 @@ def test_every_true_draft_saves_a_step(models, expected, seer, depth):
 
 
 def test_look_up_pays_where_a_model_repeats_itself():
-    torch.manual_seed(3)
-    sizes = {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2}
-    config = LlamaConfig(**sizes, num_attention_heads=6, num_key_value_heads=2, tie_word_embeddings=True)
-    model = LlamaForCausalLM(config).eval()
-    with generator(model, None) as plain, torch.inference_mode():
+    model = repetitive()
+    with generator(model, None) as plain:
         wanted = plain.generate([(1, 2, 3), (4, 5)], max_new_tokens=40)
     with generator(model, PromptLookup(branches=2, length=6)) as served:
         assert served.generate([(1, 2, 3), (4, 5)], max_new_tokens=40) == wanted

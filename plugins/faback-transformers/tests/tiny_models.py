@@ -36,6 +36,15 @@ def llama(heads: int = 6, kv_heads: int = 2) -> PreTrainedModel:
     )
 
 
+def repetitive(vocab_size: int = 97) -> PreTrainedModel:
+    """Soon repeats itself: what comes out is close to what went in."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        sizes = {**SIZES, "vocab_size": vocab_size, "initializer_range": 0.02, "tie_word_embeddings": True}
+        config = LlamaConfig(**sizes, hidden_size=48, num_attention_heads=6, num_key_value_heads=2)
+        return LlamaForCausalLM(config).eval()
+
+
 def gemma3() -> PreTrainedModel:
     return Gemma3ForCausalLM(Gemma3TextConfig(**{**HYBRID, "num_key_value_heads": 1}, query_pre_attn_scalar=24))
 

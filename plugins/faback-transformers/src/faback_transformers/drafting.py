@@ -19,7 +19,7 @@ class Drafter(Protocol):
         ...
 
     def draft(self, tokens: Sequence[int], limit: int) -> Sequence[Sequence[int]]:
-        """Continuations of a request, the likeliest first; none is an answer too.
+        """Continuations of a request, in tokens of the model's vocabulary, the likeliest first; none is an answer too.
 
         They are merged into a tree of at most `limit` drafts, so those that begin alike cost little.
 
