@@ -11,7 +11,7 @@ What an encoder-decoder model asks of an engine is all here:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -116,19 +116,20 @@ class PagedWhisper:
         Returns:
             [max_source_positions, d_model].
         """
-        length = torch.tensor([self.model.config.max_source_positions])
+        length = self.model.config.max_source_positions
+        lengths = torch.tensor([length], device=self.model.device)
+        rows = torch.zeros_like(lengths)  # none is looked at
         batch = ForwardBatch(
             forward_mode="embedding",
-            req_pool_indices=torch.zeros_like(length).to(self.model.device),  # no row is looked at
-            seq_lens=length.to(self.model.device),
-            extend_seq_lens=length.to(self.model.device),
-            extend_seq_lens_cpu=length,
-            num_tokens=int(length),
+            req_pool_indices=rows,
+            seq_lens=lengths,
+            extend_seq_lens=lengths,
+            num_tokens=length,
         )
         self.encoder.backend.plan(batch)
         with attending(self.model):
-            states = self.model.model.encoder(features[None].to(self.model.dtype), faback_context=self.encoder)
-        return states.last_hidden_state[0]
+            mel = features[None].to(self.model.device, self.model.dtype)
+            return self.model.model.encoder(mel, faback_context=self.encoder).last_hidden_state[0]
 
     @torch.inference_mode()
     def decode(
@@ -138,7 +139,7 @@ class PagedWhisper:
 
         Args:
             states: each [encoder tokens, d_model], not all of one length.
-            prompts: the first tokens of each text.
+            prompts: the first tokens of each text, at least one.
             eos: the token that ends a text.
             max_new_tokens: of each text.
         """
@@ -161,55 +162,50 @@ class PagedWhisper:
     def _step(self, requests: list[Request]) -> list[int]:
         """One pass of the decoder over the tokens that have not run, and the next token of each request."""
         first = not requests[0].slots
-        states = torch.cat([request.states for request in requests])
         ids = [token for request in requests for token in request.tokens[request.cached :]]
-        batch = self._batch(requests)
+        states = torch.cat([request.states for request in requests])
+        batch = self._batch(requests, first)
         self.decoder.backend.plan(batch)
-        assert batch.extend_seq_lens is not None and batch.positions is not None
+        assert batch.positions is not None and batch.extend_seq_lens is not None
         hidden = self.model.model.decoder(
             input_ids=torch.tensor([ids], device=self.model.device),
             position_ids=batch.positions[None],
-            encoder_hidden_states=(states if first else states[:0])[None],  # without any, layers leave out this part
+            # No states at all (None) would make the model leave its cross layers out.
+            encoder_hidden_states=(states if first else states[:0])[None],
             use_cache=False,
             faback_context=self.decoder,
         ).last_hidden_state[0]
         last = batch.extend_seq_lens.cumsum(0) - 1
         return self.model.proj_out(hidden[last]).argmax(-1).tolist()
 
-    def _batch(self, requests: list[Request]) -> ForwardBatch:
-        """Gives the new tokens, and in the first pass the encoder's states, their slots."""
-        device = self.model.device
-        first = not requests[0].slots
+    def _batch(self, requests: list[Request], first: bool) -> ForwardBatch:
+        """Describes a pass, and gives its tokens their slots; in the first one the encoder's states too."""
         prefix = [request.cached for request in requests]
-        encoder_slots, text_slots = [], []
         for request in requests:
-            have, encoded = len(request.slots), request.encoded
-            request.slots += self._allocate(request, encoded + len(request.tokens))
-            self.rows.write(request.row, have, torch.tensor(request.slots[have:]))
-            encoder_slots += request.slots[have:encoded]
-            text_slots += request.slots[max(have, encoded) :]
+            self._allocate(request)
         new = [request.cached - before for request, before in zip(requests, prefix, strict=True)]
-        positions = [position for request, n in zip(requests, new, strict=True) for position in range(request.cached)[-n:]]
 
-        def index(values: Sequence[int]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int64, device=device)
+        def index(values: Iterable[int]) -> Tensor:
+            return torch.tensor(list(values), dtype=torch.int64, device=self.model.device)
 
         return ForwardBatch(
             forward_mode="extend" if first else "decode",
-            req_pool_indices=index([request.row for request in requests]),
-            seq_lens=index([request.cached for request in requests]),  # of the text
-            out_cache_loc=index(text_slots),
-            positions=index(positions),
+            req_pool_indices=index(request.row for request in requests),
+            seq_lens=index(request.cached for request in requests),  # of the text
+            out_cache_loc=index(slot for request, n in zip(requests, new, strict=True) for slot in request.slots[-n:]),
+            positions=index(before + i for before, n in zip(prefix, new, strict=True) for i in range(n)),
             extend_seq_lens=index(new),
             extend_prefix_lens=index(prefix),
-            encoder_lens=index([request.encoded for request in requests]),
-            encoder_out_cache_loc=index(encoder_slots) if first else None,
+            encoder_lens=index(request.encoded for request in requests),
+            encoder_out_cache_loc=index(s for r in requests for s in r.slots[: r.encoded]) if first else None,
         )
 
-    def _allocate(self, request: Request, length: int) -> list[int]:
-        """Slots for the states and tokens of a request from those that have slots up to `length`."""
-        last = request.slots[-1:] or None
-        return self.allocator.alloc_extend([len(request.slots)], [length], last).tolist()
+    def _allocate(self, request: Request) -> None:
+        """Extends a request's slots to all of its states and tokens, and writes them into its row."""
+        have, length = len(request.slots), request.encoded + len(request.tokens)
+        slots = self.allocator.alloc_extend([have], [length], request.slots[-1:] or None)
+        self.rows.write(request.row, have, slots)
+        request.slots += slots.tolist()
 
 
 def describe(module: Any, layer_id: int, *, cross: bool = False) -> AttentionLayer:

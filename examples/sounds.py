@@ -10,22 +10,18 @@ import numpy as np
 RATE = 16_000
 """Samples per second of every sound here."""
 
-# Formants in Hz and loudness of voiced sounds. Speech glides from one to the next.
+# Formants in Hz, and loudness. A voice glides from one to the next.
 PHONES = {
     "w": (300, 700, 2200, 0.5),
     "y": (280, 2200, 2900, 0.5),
-    "r": (330, 1100, 1600, 0.5),
     "l": (360, 1050, 2700, 0.5),
-    "n": (250, 1500, 2500, 0.25),
-    "m": (250, 1050, 2200, 0.25),
     "ee": (280, 2250, 2900, 1.0),
+    "i": (400, 2000, 2600, 1.0),
     "e": (530, 1850, 2500, 1.0),
     "a": (730, 1150, 2450, 1.0),
     "uh": (600, 1200, 2400, 1.0),
-    "o": (480, 850, 2400, 1.0),
-    "oo": (310, 870, 2250, 1.0),
-    "i": (400, 2000, 2600, 1.0),
     "er": (480, 1350, 1700, 1.0),
+    "oo": (310, 870, 2250, 1.0),
     ".": (500, 1500, 2500, 0.0),
 }
 
@@ -41,8 +37,8 @@ def read_wav(path: Path) -> np.ndarray:
     return (np.interp(times, np.arange(len(samples)), samples) / 2**15).astype(np.float32)
 
 
-def say(phones: str, *, seconds: float = 0.16, pitch: float = 120.0) -> np.ndarray:
-    """A voice without consonants other than those in `PHONES`: pulses of the vocal cords through three resonances.
+def say(phones: str, *, seconds: float = 0.11, pitch: float = 120.0) -> np.ndarray:
+    """A voice: pulses, as of vocal cords, through three resonances. It knows voiced sounds only.
 
     Args:
         phones: names out of `PHONES`, separated by spaces; a phone may be repeated.
