@@ -64,24 +64,37 @@ class Shape:
 
     def classify(self) -> str:
         """The shape class, a row of `TABLE`."""
-        long = self.max_kv_len > 16384
+        one = "one" if self.packed_rows <= 16 and not self.deterministic else ""
+        if self.widest > 1280:
+            return f"latent32{one}"
         if self.widest > 512:
-            return "latent" if self.widest <= 1280 else "latent32"
+            return f"latent{one}"
         if self.widest > 256:
-            return "wide1" if self.packed_rows <= 16 else "wide"
+            return f"wide{one}"
         if self.deterministic:
             return "fixed"
-        if self.packed_rows <= 16:
-            few = self.pairs < 2 * self.processors
-            return "fp8" if self.kv_itemsize == 1 else ("long" if long else "few") if few else "many"
+        return self._classify_decode() if one else self._classify_more()
+
+    @property
+    def _long(self) -> bool:
+        return self.max_kv_len > 16384
+
+    def _classify_decode(self) -> str:
+        if self.kv_itemsize == 1:
+            return "fp8"
+        if self.pairs >= 2 * self.processors:
+            return "many"
+        return "long" if self._long else "few"
+
+    def _classify_more(self) -> str:
+        few = self.pairs * (self.packed_rows // 64) < self.processors
         if self.packed_rows <= 32:
             return "rows32"
-        few = self.pairs * (self.packed_rows // 64) < self.processors
-        if self.packed_rows <= 64 or (few and not long):
+        if self.packed_rows <= 64 or (few and not self._long):
             return "rows64few" if few else "rows64"
-        if self.packed_rows < 512:
-            return "rows128long" if long else "rows128"
-        return "prefill"
+        if self._long and self.packed_rows < 512:
+            return "rows128long"
+        return "rows128" if self.packed_rows < 256 else "prefill"
 
 
 TABLE: Mapping[int, Mapping[str, Tile]] = MappingProxyType(
@@ -99,9 +112,11 @@ TABLE: Mapping[int, Mapping[str, Tile]] = MappingProxyType(
                 "rows128long": Tile(128, 64, 8, 3, 1, heads_first=False),
                 "prefill": Tile(256, 64, 16, 3, 1, heads_first=False, registers=128),
                 "fixed": Tile(64, 64, 4, 3, 2),
-                "wide1": Tile(16, 32, 4, 3, 2),
+                "wideone": Tile(16, 32, 4, 3, 2),
                 "wide": Tile(64, 32, 4, 2, 2),
-                "latent": Tile(32, 32, 4, 2, 2),
+                "latentone": Tile(16, 64, 8, 2, 1),
+                "latent": Tile(64, 64, 8, 2, 1),
+                "latent32one": Tile(16, 16, 4, 2, 2),
                 "latent32": Tile(16, 16, 4, 2, 2),
             }
         ),
@@ -118,9 +133,11 @@ TABLE: Mapping[int, Mapping[str, Tile]] = MappingProxyType(
                 "rows128long": Tile(128, 64, 8, 2, 1, heads_first=False),
                 "prefill": Tile(128, 64, 8, 2, 1, heads_first=False),
                 "fixed": Tile(64, 64, 4, 2, 2),
-                "wide1": Tile(16, 32, 4, 2, 2),
+                "wideone": Tile(16, 32, 4, 2, 2),
                 "wide": Tile(64, 32, 4, 2, 2),
+                "latentone": Tile(16, 32, 4, 2, 2),
                 "latent": Tile(16, 32, 4, 2, 2),
+                "latent32one": Tile(16, 16, 4, 2, 2),
                 "latent32": Tile(16, 16, 4, 2, 2),
             }
         ),
