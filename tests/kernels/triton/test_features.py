@@ -36,6 +36,7 @@ def test_each_feature(feature):
         {"non_causal", "window", "window_right", "start", "padded_tokens"},
         {"tree", "window", "slot_map", "head_scales"},
         {"tree", "tail_positions", "tail_slots", "chunk"},
+        {"keep", "tail_positions", "window"},
         {"branches", "softcap", "sinks", "slot_map", "scales"},
         {"branches", "window", "padded_rows", "int64"},
         {"shard", "window", "sinks"},
