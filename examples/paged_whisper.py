@@ -163,15 +163,14 @@ class PagedWhisper:
         """One pass of the decoder over the tokens that have not run, and the next token of each request."""
         first = not requests[0].slots
         ids = [token for request in requests for token in request.tokens[request.cached :]]
-        states = torch.cat([request.states for request in requests])
+        states = torch.cat([request.states if first else request.states[:0] for request in requests])
         batch = self._batch(requests, first)
         self.decoder.backend.plan(batch)
         assert batch.positions is not None and batch.extend_seq_lens is not None
         hidden = self.model.model.decoder(
             input_ids=torch.tensor([ids], device=self.model.device),
             position_ids=batch.positions[None],
-            # No states at all (None) would make the model leave its cross layers out.
-            encoder_hidden_states=(states if first else states[:0])[None],
+            encoder_hidden_states=states[None],  # empty in later passes; None would leave the cross layers out
             use_cache=False,
             faback_context=self.decoder,
         ).last_hidden_state[0]
