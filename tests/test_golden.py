@@ -1,4 +1,7 @@
-"""Every recorded scenario equals its oracle, natively and through lowerings on the poorest kernel."""
+"""Every recorded scenario equals its oracle: natively, through lowerings on the poorest kernel, and replayed.
+
+"replayed" captures a plan on a batch of nothing and replays it on the recorded one.
+"""
 
 import pytest
 import torch
@@ -6,6 +9,8 @@ import torch
 from faback import AttentionBackend, AttentionLayer, BackendConfig, ForwardBatch, Pools, SpeculativeConfig, hookimpl
 from faback.builtins import BUILTINS
 from faback.core.registry import Registry
+from faback.kernels.reference import Reference
+from faback.testing.late import Late, blank
 from faback.testing.poor import Poor
 from golden_data import Call, Scenario, scenarios, tolerance
 
@@ -16,7 +21,7 @@ PER_REQUEST = ("seq_lens", "extend_seq_lens", "extend_seq_lens_cpu", "seq_lens_c
 class PoorPlugin:
     @hookimpl
     def faback_kernels(self):
-        return [Poor()]
+        return [Poor(), Late(Reference())]
 
 
 class RecordedPool:
@@ -121,16 +126,20 @@ def remember_prompts(scenario: Scenario, backend: AttentionBackend) -> None:
     backend.plan(ForwardBatch(forward_mode="extend", out_cache_loc=none, **fields))
 
 
-@pytest.mark.parametrize("kernel", ["reference", "poor"])
+@pytest.mark.parametrize("kernel", ["reference", "poor", "replayed"])
 @pytest.mark.parametrize("scenario", WITH_BATCH, ids=lambda scenario: scenario.name)
 def test_scenario_equals_its_oracle(scenario: Scenario, kernel: str):
     calls = scenario.reproducible_calls()
     layers = {call: describe(scenario, call) for call in calls}
-    backend = make_backend(scenario, kernel, layers)
+    backend = make_backend(scenario, "late reference" if kernel == "replayed" else kernel, layers)
     batch = describe_batch(scenario, scenario.of(calls[0])["q"].shape[0])
     if scenario.cfg["pa_swa"] and scenario.forward_mode == "decode":
         remember_prompts(scenario, backend)
-    backend.plan(batch)
+    if kernel == "replayed":
+        backend.capture(blank(batch, backend.config))
+        backend.replay(batch)
+    else:
+        backend.plan(batch)
     sinks = torch.from_numpy(scenario.arrays["sinks"]) if scenario.cfg["sinks"] else None
     for call, layer in layers.items():
         arrays = {key: torch.from_numpy(array).float() for key, array in scenario.of(call).items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,13 +13,15 @@ from faback.core.config import BackendConfig
 from faback.core.contracts import Mode, Overlay, PlanContext
 from faback.core.errors import BatchError, ConfigError
 from faback.core.explain import Explanation
-from faback.core.kernel import KernelRequest
-from faback.core.layer import AttentionLayer, LayerKind
+from faback.core.graphs import Arena, Graphs
+from faback.core.kernel import KernelRequest, arch_of
+from faback.core.layer import AttentionLayer, LayerKind, by_id
 from faback.core.plan import Arguments, Plan, Preparation, Step
 from faback.core.pools import Pools
 from faback.core.registry import Contribution, Registry
 from faback.core.segment import Segment
 from faback.core.select import Selector
+from faback.core.tensors import by_head, check_call, fused
 from faback.core.workspace import DryWorkspace, EagerWorkspace, Workspace
 
 Tensor = torch.Tensor
@@ -54,26 +56,31 @@ class AttentionBackend:
         self.config = config
         self.pools = pools
         self.registry = Registry.load(config, BUILTINS) if registry is None else registry
-        self.layers = _unique(layers)
+        self.layers = by_id(layers)
         self.device = pools.device
         self._context = PlanContext(config, pools)
         self._modes = self.registry.modes(config)
         self._overlays = self.registry.overlays(config)
         self._selector = Selector(config, self.registry, self.device)
-        typos = sorted(set(_named_modes(config)) - set(self._modes) - {"default"})
+        typos = sorted(set(config.named_modes) - set(self._modes) - {"default"})
         if typos:
             wanted = f"forward modes {sorted(self._modes)} or 'default'"
             raise ConfigError("config.kernels", wanted=wanted, got=", ".join(typos))
         self._check_options()
         self._ops = self.registry.device_ops(self.device)
         self._constants: dict[Any, Tensor] = {}
-        self._arch = _arch(self.device)
+        self._arch = arch_of(self.device)
         self._kinds: dict[LayerKind, list[Contribution[Overlay]]] = {}
         for contribution in self._builders():
             contribution.guard(contribution.value.bind, self._context)
         for layer in self.layers.values():
             self._admit(layer)
         self.current: Plan | None = None
+        spec, longest = config.speculative, config.context_len
+        bounds = {"seq_lens": longest, "extend_prefix_lens": longest, "encoder_lens": longest}
+        bounds |= {} if spec is None else {"verify_lens": spec.num_draft_tokens}
+        fresh = (self._ops, self.device, self._constants)
+        self._graphs = Graphs(self.build, lambda kind, arena: kind(*fresh, arena), bounds, Arena(self.device))
 
     @property
     def modes(self) -> dict[str, Contribution[Mode]]:
@@ -109,11 +116,52 @@ class AttentionBackend:
         steps = {}
         for kind in self._kinds:
             segment = self._segment(base, kind, batch, ws)
-            calls, requests = self._calls(mode, segment, kind, batch, return_lse)
+            calls, requests = self._calls(mode, segment, kind, batch, ws.features | ({"lse"} if return_lse else set()))
             routes = [self._selector.route(request) for request in requests]
             preparation = Preparation(kind, ws, self._context, self._selector.guard)
             steps[kind] = Step(segment, preparation.calls(calls, routes), self._ops)
         return Plan(batch, {layer.layer_id: steps[layer.kind] for layer in self.layers.values()})
+
+    def reserve(self, batches: Iterable[ForwardBatch], bounds: Mapping[str, int] | None = None) -> int:
+        """Allocates the metadata of captured plans for the largest batch of every mode; afterwards nothing grows.
+
+        Args:
+            batches: only their sizes matter.
+            bounds: as for `capture`.
+
+        Returns:
+            Bytes.
+        """
+        return self._graphs.reserve(batches, bounds or {})
+
+    def capture(self, batch: ForwardBatch, bounds: Mapping[str, int] | None = None) -> Plan:
+        """Plans for a batch of static tensors whose contents will change, and makes it the current plan.
+
+        Called while a CUDA graph is recorded, the metadata becomes part of it: a replay of the graph then needs nothing
+        of faback. Otherwise `replay` brings the metadata up to date.
+
+        Args:
+            batch: the tensors that every replay reads, valid contents in them. Host copies are not looked at.
+            bounds: longest lengths that a replay may bring, by name of the field; from the configuration unless given.
+
+        Raises:
+            FabackError: memory that was not reserved, or like `plan`.
+        """
+        self.current = None
+        self.current = self._graphs.capture(batch, bounds or {})
+        return self.current
+
+    def replay(self, batch: ForwardBatch) -> Plan:
+        """Brings the plan that was captured for a batch of this size up to date and makes it the current one.
+
+        Issues the recorded fills; no hook is called and nothing allocated. Tensors that are not the captured ones are
+        copied into those.
+
+        Raises:
+            BatchError: nothing was captured for this size, or a length is beyond its bound.
+        """
+        self.current = self._graphs.replay(batch)
+        return self.current
 
     def workspace(self) -> Workspace:
         """A fresh eager workspace on this backend's device."""
@@ -170,14 +218,14 @@ class AttentionBackend:
             raise BatchError("forward", wanted="a plan", got=None, hint="Call backend.plan(batch) first.")
         self._known(layer)
         step = plan.steps[layer.layer_id]
-        q = _fused(q, q_rope, layer.num_q_heads, layer.head_dim)
-        self._check_call(q, out, sinks, layer)
+        q = fused(q, q_rope, layer.num_q_heads, layer.head_dim)
+        check_call(q, out, sinks, layer, self.config.dtype)
         if return_lse and not step.has_lse:
             hint = "Plan with return_lse=True, so that one is chosen that can."
             raise BatchError("return_lse", wanted="a kernel that returns its log-sum-exp", got=None, hint=hint)
         cached = self.pools.kv.buffers(layer) if layer.cached else None
-        k = _fused(k, k_rope, layer.num_kv_heads, layer.head_dim)
-        v = None if layer.latent else _by_head(v, layer.num_kv_heads, layer.v_head_dim)
+        k = fused(k, k_rope, layer.num_kv_heads, layer.head_dim)
+        v = None if layer.latent else by_head(v, layer.num_kv_heads, layer.v_head_dim)
         if (k is None) != (v is None) and not layer.latent:
             got = "k alone" if v is None else "v alone"
             raise BatchError(f"k and v of layer {layer.layer_id}", wanted="both or none", got=got)
@@ -214,8 +262,8 @@ class AttentionBackend:
         self._known(layer)
         if not layer.cached:
             raise BatchError(f"layer {layer.layer_id}", wanted="a layer with a cache", got="kv_group='none'")
-        k = _fused(k, k_rope, layer.num_kv_heads, layer.head_dim)
-        v = None if layer.latent else _by_head(v, layer.num_kv_heads, layer.v_head_dim)
+        k = fused(k, k_rope, layer.num_kv_heads, layer.head_dim)
+        v = None if layer.latent else by_head(v, layer.num_kv_heads, layer.v_head_dim)
         plan.steps[layer.layer_id].write(k, v, layer, self.pools.kv.buffers(layer))
 
     def merge(
@@ -245,7 +293,7 @@ class AttentionBackend:
         ws = DryWorkspace(self._ops, self.device, self._constants)
         base = mode.guard(mode.value.build, batch, ws, self._context).check(str(mode))
         segment = self._segment(base, layer.kind, batch, ws)
-        _, requests = self._calls(mode, segment, layer.kind, batch, return_lse=False)
+        _, requests = self._calls(mode, segment, layer.kind, batch, ws.features)
         return Explanation(
             mode=str(mode),
             overlays=tuple(str(c) for c in self._kinds[layer.kind]),
@@ -278,21 +326,6 @@ class AttentionBackend:
         if mine != layer:
             raise BatchError(f"layer {layer.layer_id}", wanted=f"as the backend was built with: {mine}", got=layer)
 
-    def _check_call(self, q: Tensor, out: Tensor | None, sinks: Tensor | None, layer: AttentionLayer) -> None:
-        """Raises where tensors do not fit the layer; reads shapes and dtypes only."""
-        heads, name = layer.num_q_heads, layer.layer_id
-        if q.shape[1:] != (heads, layer.head_dim) or q.dtype != self.config.dtype:
-            wanted = f"{self.config.dtype} [tokens, {heads}, {layer.head_dim}]"
-            raise BatchError(f"q of layer {name}", wanted=wanted, got=f"{q.dtype} {list(q.shape)}")
-        if out is not None and out.shape != (q.shape[0], heads, layer.v_head_dim):
-            shape = [q.shape[0], heads, layer.v_head_dim]
-            raise BatchError(f"out of layer {name}", wanted=shape, got=list(out.shape))
-        if (sinks is not None) != layer.sinks or (sinks is not None and sinks.shape != (heads,)):
-            got = None if sinks is None else list(sinks.shape)
-            wanted = f"[{heads}]" if layer.sinks else "no sinks, as the layer is described"
-            hint = "A layer that brings sinks is described with sinks=True, so that a kernel is chosen that has them."
-            raise BatchError(f"sinks of layer {name}", wanted=wanted, got=got, hint=hint)
-
     def _mode(self, batch: ForwardBatch) -> Contribution[Mode]:
         mode = self._modes.get(batch.forward_mode)
         if mode is None:
@@ -312,14 +345,14 @@ class AttentionBackend:
         return segment
 
     def _calls(
-        self, mode: Contribution[Mode], segment: Segment, kind: LayerKind, batch: ForwardBatch, return_lse: bool
+        self, mode: Contribution[Mode], segment: Segment, kind: LayerKind, batch: ForwardBatch, wanted: frozenset[str]
     ) -> tuple[tuple[Segment, ...], list[KernelRequest]]:
         """The parts that are attended separately, and what each asks of a kernel."""
         parts: tuple[Segment, ...] = mode.guard(mode.value.calls, segment, kind, self._context)
         shared = kind.features() & CALL_FEATURES
         if len(parts) > 1 or (segment.exchange is not None and segment.exchange.needs_lse):
             shared = shared - {"sinks"} | {"lse"}  # sinks enter where the parts are merged
-        shared |= {"lse"} if return_lse else frozenset()
+        shared |= wanted
         requests = []
         for part in parts:
             fresh = part.kv is None
@@ -365,44 +398,3 @@ class AttentionBackend:
             raise ConfigError(f"layer {layer.layer_id}", wanted=wanted, got="none", hint=hint)
         features = kind.features() | (frozenset() if layer.cached else {"raw_kv"})
         self._selector.route(self._ask("any mode", kind, self.pools.kv.page_size, features, fresh=not layer.cached))
-
-
-def _unique(layers: Iterable[AttentionLayer]) -> dict[int, AttentionLayer]:
-    found: dict[int, AttentionLayer] = {}
-    for layer in layers:
-        if layer.layer_id in found:
-            raise ConfigError("layers", wanted="one description per layer_id", got=f"two of {layer.layer_id}")
-        found[layer.layer_id] = layer
-    if not found:
-        raise ConfigError("layers", wanted="at least one AttentionLayer", got="none")
-    return found
-
-
-def _named_modes(config: BackendConfig) -> list[str]:
-    return [] if isinstance(config.kernels, str) else list(config.kernels)
-
-
-def _arch(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 0
-    major, minor = torch.cuda.get_device_capability(device)
-    return major * 10 + minor
-
-
-def _by_head(tensor: Tensor | None, heads: int, dim: int) -> Tensor | None:
-    """[tokens, heads * dim] -> [tokens, heads, dim]."""
-    if tensor is None or tensor.ndim == 3:
-        return tensor
-    if tensor.shape[1:] != (heads * dim,):
-        wanted = f"[tokens, {heads}, {dim}] or [tokens, {heads * dim}]"
-        raise BatchError("q, k or v", wanted=wanted, got=list(tensor.shape))
-    return tensor.view(tensor.shape[0], heads, dim)
-
-
-def _fused(tensor: Tensor | None, rope: Tensor | None, heads: int, dim: int) -> Any:
-    """q or k whole, by head, its trailing part appended where it came apart."""
-    if tensor is None or rope is None:
-        return _by_head(tensor, heads, dim)
-    cut = dim - (rope.shape[-1] if rope.ndim == 3 else rope.shape[-1] // heads)
-    parts: Any = (_by_head(tensor, heads, cut), _by_head(rope, heads, dim - cut))
-    return torch.cat(parts, dim=-1)

@@ -42,6 +42,8 @@ class ForwardBatch:
         num_tokens: rows of q, where no per-token tensor tells it.
         token_stride: tokens from one request to the next where rows are padded to one length; None if packed.
         extras: fields of plugins.
+        bounds: longest lengths by name of the field, in place of host copies; None takes these from the tensors
+            themselves where they lie on the CPU. For plans that outlive the contents of their batch.
     """
 
     forward_mode: str
@@ -64,6 +66,7 @@ class ForwardBatch:
     num_tokens: int = attrs.field(default=attrs.Factory(lambda self: self._count_tokens(), takes_self=True))
     token_stride: int | None = None
     extras: Mapping[str, Any] = attrs.field(factory=dict)
+    bounds: Mapping[str, int] | None = None
 
     @property
     def bs(self) -> int:
@@ -89,11 +92,13 @@ class ForwardBatch:
     def bound(self, name: str, otherwise: int) -> int:
         """Largest value of a per-request field, from its host copy; `otherwise` where there is none.
 
-        A CPU tensor is its own host copy. Never synchronises with a device.
+        A CPU tensor is its own host copy. Never synchronises with a device. Fields of `extras` have bounds, too.
         """
-        lens = getattr(self, f"{name}_cpu")
+        if self.bounds is not None:
+            return self.bounds.get(name, otherwise)
+        lens = getattr(self, f"{name}_cpu", None)
         if lens is None:
-            own = getattr(self, name)
+            own = getattr(self, name, self.extras.get(name))
             lens = own if own is not None and own.device.type == "cpu" else None
         if lens is None or lens.numel() == 0:
             return otherwise if lens is None else 0
@@ -120,6 +125,8 @@ class ForwardBatch:
             value = getattr(self, name) if value is None else value
             return value.cpu() if value is not None and (device_data or value.device.type == "cpu") else None
 
+        if self.bounds is not None:
+            return  # what the tensors hold now is not what a replay will find
         seq_lens, new, slots = readable("seq_lens"), readable("extend_seq_lens"), readable("out_cache_loc")
         if seq_lens is not None and seq_lens.numel() and int(seq_lens.max()) > columns:
             wanted = f"at most {columns} tokens, the width of req_to_token"

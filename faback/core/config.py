@@ -113,6 +113,11 @@ class BackendConfig:
             raise ConfigError(f"config.options[{name!r}]", wanted=wanted, got=dict(settings)) from error
         return make(*bound.args, **bound.kwargs)
 
+    @property
+    def named_modes(self) -> tuple[str, ...]:
+        """The forward modes that `kernels` names."""
+        return () if isinstance(self.kernels, str) else tuple(self.kernels)
+
     def kernel_for(self, forward_mode: str) -> str:
         """The name that `kernels` chooses for a forward mode; "auto" leaves it to the ranking."""
         if isinstance(self.kernels, str):

@@ -208,3 +208,11 @@ class KernelProvider(abc.ABC):
             sinks: [num_q_heads] logits.
             k_scale, v_scale: de-quantisation factors, a float or float32 [num_kv_heads].
         """
+
+
+def arch_of(device: torch.device) -> int:
+    """Compute capability as two digits, 90 for sm_90; 0 where there is none."""
+    if device.type != "cuda":
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return major * 10 + minor

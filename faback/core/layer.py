@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import attrs
@@ -147,3 +148,19 @@ class AttentionLayer(LayerKind):
         """The part of the description that layers can share."""
         fields = attrs.fields(LayerKind)
         return LayerKind(**{f.name: getattr(self, f.name) for f in fields})
+
+
+def by_id(layers: Iterable[AttentionLayer]) -> dict[int, AttentionLayer]:
+    """Layers by their number.
+
+    Raises:
+        ConfigError: two of one number, or none at all.
+    """
+    found: dict[int, AttentionLayer] = {}
+    for layer in layers:
+        if layer.layer_id in found:
+            raise ConfigError("layers", wanted="one description per layer_id", got=f"two of {layer.layer_id}")
+        found[layer.layer_id] = layer
+    if not found:
+        raise ConfigError("layers", wanted="at least one AttentionLayer", got="none")
+    return found

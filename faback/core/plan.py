@@ -105,6 +105,10 @@ class Step:
         """Stores new k [tokens, heads, head_dim] and v [tokens, heads, v_head_dim] where the plan says."""
         write, exchange = self.segment.write, self.segment.exchange
         if write.slots is None:
+            if layer.cross and self.segment.kv is not None and k.shape[0]:
+                what = f"slots for k of layer {layer.layer_id}"
+                hint = "Give encoder_out_cache_loc, or say save_kv_cache=False if they are in the cache."
+                raise BatchError(what, wanted="one per token that is to be seen", got=None, hint=hint)
             return
         if exchange is not None:
             k, v = exchange.spread(k), None if v is None else exchange.spread(v)

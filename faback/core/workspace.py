@@ -115,7 +115,10 @@ class Workspace(abc.ABC):
     Attributes:
         ops: the device's operations.
         device: where tensors are made.
+        features: what its plans ask of kernels besides.
     """
+
+    features: frozenset[str] = frozenset()
 
     def __init__(self, ops: DeviceOps, device: torch.device, constants: dict[Any, Tensor]) -> None:
         self.ops = ops
@@ -127,6 +130,10 @@ class Workspace(abc.ABC):
     @abc.abstractmethod
     def buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Memory for one tensor, contents undefined."""
+
+    def launch(self, op: Callable[..., None], *inputs: Any, **params: Any) -> None:
+        """Issues a fill or an update: `op(*inputs, **params)`."""
+        op(*inputs, **params)
 
     def fill(
         self,
@@ -148,7 +155,7 @@ class Workspace(abc.ABC):
         key = _question(op, inputs, params, shape, dtype)
         if key not in self._filled:
             out = self.buffer(name, shape, dtype)
-            op(out, *inputs, **params)
+            self.launch(op, out, *inputs, **params)
             self._filled[key] = out, (inputs, params)
         return self._filled[key][0]
 
@@ -206,7 +213,7 @@ class Workspace(abc.ABC):
         key = _question(op, (state, *inputs), params)
         if key not in self._filled:
             self._filled[key] = state, (inputs, params)
-            op(state, *inputs, **params)
+            self.launch(op, state, *inputs, **params)
 
     def scratch(self, name: str, size: int, dtype: torch.dtype) -> Tensor:
         """Memory [size] that launches in one stream can share, zero when it is first given.

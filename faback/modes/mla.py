@@ -45,7 +45,7 @@ class PrefixChunk(Mode):
             cu_seqlens_q=offsets,
             max_seqlen_q=batch.bound("extend_seq_lens", batch.num_tokens),
             kv_len=lens,
-            max_kv_len=int(lens.max()) if lens.device.type == "cpu" and lens.numel() else ctx.config.context_len,
+            max_kv_len=batch.bound("chunk_lens", ctx.config.context_len),
             kv=None,
             cu_seqlens_k=ws.offsets("cu_seqlens_k", lens),
             positions=ws.fill("positions", (batch.num_tokens,), _relative_positions, *stands),

@@ -24,8 +24,8 @@ DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float8_e
 class Prepared:
     """Lengths and page table [rows, pages] of a segment, and the layer's constants."""
 
-    cu_seqlens_q: list[int]
-    kv_len: list[int]
+    cu_seqlens_q: Tensor
+    kv_len: Tensor
     table: Tensor
     page_size: int
     scale: float
@@ -34,6 +34,8 @@ class Prepared:
 
 class Poor(KernelProvider):
     """Rows of queries that are the last tokens of their keys; keys in pages. One row at a time.
+
+    Lengths are read when it runs, so that captured plans can be replayed on it.
 
     Softcap, scales and shared latents are arithmetic of the scores and no concern of visibility; it has them so that
     lowered cells cover them.
@@ -48,7 +50,7 @@ class Poor(KernelProvider):
             devices=frozenset({device.type}),
             q_dtypes=DTYPES,
             kv_dtypes=DTYPES,
-            features=frozenset({"lse", "dense_table", "softcap", "kv_scales", "latent", "deterministic"}),
+            features=frozenset({"lse", "dense_table", "softcap", "kv_scales", "latent", "deterministic", "graph"}),
         )
 
     def prepare(self, segment: Segment, layer: LayerKind, request: KernelRequest, ws: Workspace) -> Prepared:
@@ -57,8 +59,7 @@ class Poor(KernelProvider):
         assert view is not None
         lens = segment.kv_len if view.dense else ws.lens("live_keys", segment.kv_len, active=view.req_pool_indices)
         table = ws.page_table("page_table", view, lens, segment.max_kv_len)
-        offsets: list[int] = segment.cu_seqlens_q.tolist()
-        return Prepared(offsets, lens.tolist(), table, view.page_size, layer.scale, layer.softcap)
+        return Prepared(segment.cu_seqlens_q, lens, table, view.page_size, layer.scale, layer.softcap)
 
     def run(
         self,
@@ -78,8 +79,9 @@ class Poor(KernelProvider):
         out.zero_()
         if lse is not None:
             lse.fill_(-torch.inf)
-        for row, length in enumerate(prepared.kv_len):
-            start, end = prepared.cu_seqlens_q[row : row + 2]
+        offsets: list[int] = prepared.cu_seqlens_q.tolist()
+        for row, length in enumerate(prepared.kv_len.tolist()):
+            start, end = offsets[row : row + 2]
             if start == end or length == 0:
                 continue
             token = torch.arange(length, device=q.device)
