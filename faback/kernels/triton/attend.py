@@ -21,6 +21,11 @@ COUNTS = (
     "shard", "shards",
 )  # fmt: skip
 """Arguments that change with the traffic, for whose sake nothing is compiled anew."""
+INDEX_TENSORS = (
+    "cu_seqlens_q", "q_len", "kv_len", "positions", "req_to_token", "req_pool_indices", "start", "slot_map",
+    "cu_seqlens_k", "keep", "row_window", "tail_lens", "tail_slots", "tail_mask", "tail_positions",
+)  # fmt: skip
+"""Tensors that may be parts of an engine's own, wherever those begin."""
 TAIL_TILES = tl.constexpr(3)
 """What a tail costs, in tiles of committed keys: its loads wait for one another."""
 
@@ -75,7 +80,7 @@ def tail_per_query(
     return m, total, acc
 
 
-@triton.jit(do_not_specialize=COUNTS)
+@triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=INDEX_TENSORS)
 def attend(
     q, k, v, out, lse, sinks, k_scale, v_scale, k_factor, v_factor,
     cu_seqlens_q, q_len, kv_len, positions,
@@ -249,7 +254,7 @@ def attend(
             slot = slots_of(t, exists, table, slot_map)
         seen = near(p[:, None], at[None, :], left, right, chunk, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)
         if HAS_KEEP:
-            seen = seen | (at < kept)[None, :]
+            seen = seen | (cached & (at < kept))[None, :]
         if CAUSAL:
             past = at[None, :] <= p[:, None]
             if tail_mask is not None:
