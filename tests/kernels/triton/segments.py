@@ -284,3 +284,8 @@ class _Maker:
         for cache, scale in ((k, scales[0]), (v, scales[1]))[: 1 if latent else 2]:
             as_bits(cache)[live] = as_bits(quantised(self.noise(len(live), *cache.shape[1:]), scale, dtype))
         return k, v
+
+
+def together(features):
+    """A name for features that are tested together, the same in every process."""
+    return "-".join(sorted(features)) or "plain"

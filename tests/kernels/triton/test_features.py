@@ -10,7 +10,7 @@ import torch
 
 from faback.kernels.triton.provider import TritonAttention
 from kernels.triton.interpreter import needs_interpreter
-from kernels.triton.segments import CALL_FEATURES, ROWS, RULES, TAILS, VIEWS, make_case
+from kernels.triton.segments import CALL_FEATURES, ROWS, RULES, TAILS, VIEWS, make_case, together
 
 needs_interpreter()
 
@@ -43,7 +43,7 @@ def test_each_feature(feature):
         {"dense", "slot_map", "chunk", "positions"},
         {"raw", "window", "keep", "q_len", "strided"},
     ],
-    ids=lambda features: "-".join(sorted(features)),
+    ids=together,
 )
 def test_features_together(features):
     make_case(2, rows=UNEVEN, page=4, features=features).check(KERNEL)
@@ -85,7 +85,9 @@ PRECISIONS = [
 
 
 @pytest.mark.parametrize(("dtype", "kv_dtype"), PRECISIONS, ids=str)
-@pytest.mark.parametrize("features", [{"head_scales", "softcap"}, {"branches", "scales"}, {"tree", "sinks"}], ids=str)
+@pytest.mark.parametrize(
+    "features", [{"head_scales", "softcap"}, {"branches", "scales"}, {"tree", "sinks"}], ids=together
+)
 def test_precisions(dtype, kv_dtype, features):
     case = make_case(7, rows=[(3, 40), (1, 2)], dtype=dtype, kv_dtype=kv_dtype, dims=(24, 16), features=features)
     case.check(KERNEL)
@@ -100,13 +102,13 @@ def test_scales_of_different_kinds(left_out, other):
 
 
 @pytest.mark.parametrize("rows", [[], [(0, 0)], [(0, 5), (1, 0)]], ids=str)
-@pytest.mark.parametrize("features", [set(), {"padded_tokens"}, {"raw", "padded_tokens"}, {"tree"}], ids=str)
+@pytest.mark.parametrize("features", [set(), {"padded_tokens"}, {"raw", "padded_tokens"}, {"tree"}], ids=together)
 def test_next_to_nothing(rows, features):
     make_case(8, rows=rows, features=features).check(KERNEL)
 
 
 @pytest.mark.parametrize(
-    "features", [{"chunk"}, {"non_causal", "chunk"}, {"non_causal", "window_right"}, {"keep"}], ids=str
+    "features", [{"chunk"}, {"non_causal", "chunk"}, {"non_causal", "window_right"}, {"keep"}], ids=together
 )
 def test_more_queries_than_keys(features):
     """The first ones stand before the first key."""

@@ -9,7 +9,7 @@ from faback.kernels.torch_ops import TorchOps
 from faback.kernels.triton.provider import TritonAttention
 from kernels.triton.cases import Processors
 from kernels.triton.interpreter import needs_interpreter
-from kernels.triton.segments import make_case
+from kernels.triton.segments import make_case, together
 
 needs_interpreter()
 
@@ -41,7 +41,7 @@ def many() -> Processors:
         {"shard"},
         {"raw", "positions"},
     ],
-    ids=lambda features: "-".join(sorted(features)),
+    ids=together,
 )
 def test_splits(features):
     case = make_case(1, rows=LONG, page=4, dims=(24, 16), features=features, window=450, chunk=400)
@@ -77,7 +77,7 @@ def test_scratch_memory_is_as_it_was():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("features", [{"sinks"}, {"window", "keep", "start"}, {"row_window", "slot_map"}], ids=str)
+@pytest.mark.parametrize("features", [{"sinks"}, {"window", "keep", "start"}, {"row_window", "slot_map"}], ids=together)
 def test_deterministic_results_depend_on_their_request_alone(features, dtype):
     lens = [(1, 1100), (2, 90), (1, 2300), (1, 0), (3, 64)]
     case = make_case(6, rows=lens, features=features, window=900, dtype=dtype)
