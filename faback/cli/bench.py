@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-import triton
 import typer
 
 import faback
@@ -58,7 +57,7 @@ def environment(commit: str | None = None) -> dict[str, Any]:
         "commit": commit or found.stdout.strip() or "unknown",
         "faback": faback.__version__,
         "torch": torch.__version__,
-        "triton": triton.__version__,
+        "triton": _version("triton"),
         "fa3": _version("tokenspeed-fa3") or _version("flash-attn-3"),
     }
 
