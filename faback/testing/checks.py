@@ -11,7 +11,7 @@ import torch
 
 from faback.core.batch import ForwardBatch
 from faback.core.config import BackendConfig
-from faback.core.errors import FabackError
+from faback.core.errors import FabackError, PluginError
 from faback.core.layer import AttentionLayer
 from faback.core.pools import Pools
 from faback.testing.engine import SimulatedPool
@@ -97,10 +97,8 @@ def run_scenario(
     pools = scenario.pools()
     try:
         backend = (make_backend or _default_backend)(scenario.config, pools, scenario.layers)
-    except FabackError as error:
-        return [CellResult(status=REFUSED, scenario=name, reason=f"{type(error).__name__}: {error}")]
     except Exception as error:  # noqa: BLE001  whatever a backend raises is a verdict on it
-        return [CellResult(status=WRONG, scenario=name, reason=f"raised {type(error).__name__}: {error}")]
+        return [_raised(error, "construction", name)]
     results: list[CellResult] = []
     for number, step in enumerate(scenario.steps):
         step.enter(pools)
@@ -144,10 +142,8 @@ def _run_step(backend: Backend, step: Step, pools: Pools) -> list[CellResult]:
     inputs = _Inputs(step, pools)
     try:
         backend.plan(step.batch)
-    except FabackError as error:
-        return [CellResult(status=REFUSED, scenario="", reason=f"{type(error).__name__}: {error}")]
     except Exception as error:  # noqa: BLE001
-        return [CellResult(status=WRONG, scenario="", reason=f"plan raised {type(error).__name__}: {error}")]
+        return [_raised(error, "plan")]
     results = []
     for call in step.calls:
         try:
@@ -161,6 +157,14 @@ def _run_step(backend: Backend, step: Step, pools: Pools) -> list[CellResult]:
             result = attrs.evolve(result, status=WRONG, reason=reason)
         results.append(attrs.evolve(result, layer_id=call.layer.layer_id))
     return results
+
+
+def _raised(error: Exception, where: str, scenario: str = "") -> CellResult:
+    """A refusal is an error that faback raises on purpose; a plugin's own crash, though wrapped in one, is not."""
+    reason = f"{type(error).__name__}: {error}"
+    if isinstance(error, FabackError) and not isinstance(error, PluginError):
+        return CellResult(status=REFUSED, scenario=scenario, reason=reason)
+    return CellResult(status=WRONG, scenario=scenario, reason=f"{where} raised {reason}")
 
 
 def _run_call(backend: Backend, step: Step, call: LayerCall, pools: Pools) -> CellResult:

@@ -6,7 +6,7 @@ import attrs
 import pytest
 import torch
 
-from faback import AttentionBackend, ConfigError
+from faback import AttentionBackend, ConfigError, PluginError
 from faback.testing import MODES, OVERLAYS, Options, Scenario, impossible, run_scenario, wrong
 
 CELLS = [
@@ -171,6 +171,16 @@ def test_a_refusal_is_no_fault():
     assert [result.status for result in results] == ["refused"]
     assert "layer.window" in results[0].reason
     assert "Scenario.make(mode='decode', seed=3)" in str(results[0])
+
+
+def test_a_wrapped_crash_is_no_refusal():
+    class Wrapped(Meddler):
+        def plan(self, batch):
+            raise PluginError("prepare of kernel") from IndexError()
+
+    results = run_scenario(Scenario.make(mode="decode"), Wrapped)
+    assert results[0].status == "wrong"
+    assert "plan raised PluginError" in results[0].reason
 
 
 def test_a_refusal_in_forward_comes_too_late():
