@@ -145,7 +145,8 @@ class AttentionBackend:
             bounds: longest lengths that a replay may bring, by name of the field; from the configuration unless given.
 
         Raises:
-            FabackError: memory that was not reserved, or like `plan`.
+            CapacityError: memory that was not reserved.
+            FabackError: like `plan`.
         """
         self.current = None
         self.current = self._graphs.capture(batch, bounds or {})

@@ -15,7 +15,7 @@ import attrs
 import torch
 
 from faback.core.batch import MIRRORED, ForwardBatch
-from faback.core.errors import BatchError, FabackError
+from faback.core.errors import BatchError, CapacityError, FabackError
 from faback.core.plan import Plan
 from faback.core.workspace import DeviceOps, Workspace
 
@@ -42,7 +42,7 @@ class Arena:
         """The first elements of a buffer.
 
         Raises:
-            FabackError: it would have to grow, and is sealed.
+            CapacityError: it would have to grow, and is sealed.
         """
         size = 1
         for length in shape:
@@ -52,7 +52,7 @@ class Arena:
             if self.sealed:
                 hint = "Name the largest batch of every mode in `reserve`."
                 got = 0 if known is None else known.shape[0]
-                raise FabackError(f"graph buffer {key[0]!r}", wanted=f"{size} elements", got=got, hint=hint)
+                raise CapacityError(f"graph buffer {key[0]!r}", wanted=f"{size} elements", got=got, hint=hint)
             known = self._buffers[key] = torch.zeros(size, dtype=key[2], device=self.device)
         return known[:size].view(shape)
 

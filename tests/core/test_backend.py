@@ -6,12 +6,24 @@ import attrs
 import pytest
 import torch
 
-from faback import AttentionBackend, BatchError, ConfigError, FabackError, NoKernelError, Pools, hookimpl
+from faback import (
+    AttentionBackend,
+    AttentionLayer,
+    BackendConfig,
+    BatchError,
+    ConfigError,
+    FabackError,
+    ForwardBatch,
+    NoKernelError,
+    Pools,
+    hookimpl,
+)
 from faback.core.contracts import Mode
 from faback.core.kernel import Capabilities
 from faback.core.segment import KVWrite
 from faback.kernels.reference import Reference
 from faback.modes.decode import Decode
+from faback.pools import MHAPool
 
 
 class Point:
@@ -419,3 +431,18 @@ def test_the_devices_capabilities_are_data(world, layer):
     able = Reference().capabilities(torch.device("cpu"))
     assert isinstance(able, Capabilities)
     assert "graph" not in able.features
+
+
+def test_keys_of_an_encoder_without_a_place_are_an_error():
+    """A forgotten encoder_out_cache_loc must not leave the layer with whatever the cache holds."""
+    layer = AttentionLayer(layer_id=0, num_q_heads=1, num_kv_heads=1, head_dim=16, cross=True)
+    kv = MHAPool(num_pages=17, layers=[layer], dtype=torch.float32)
+    pools = Pools(req_to_token=torch.arange(1, 17).expand(2, 16).contiguous(), kv=kv)
+    backend = AttentionBackend(BackendConfig(context_len=16, dtype=torch.float32), pools, [layer])
+    one = torch.tensor([1])
+    fields = {"req_pool_indices": one, "seq_lens": one, "extend_seq_lens": one, "encoder_lens": one * 4}
+    backend.plan(ForwardBatch(forward_mode="extend", out_cache_loc=one * 9, **fields))
+    q, k = torch.ones(1, 1, 16), torch.ones(4, 1, 16)
+    with pytest.raises(BatchError, match="encoder_out_cache_loc"):
+        backend.forward(q, k, k, layer)
+    assert backend.forward(q, None, None, layer).shape == (1, 1, 16)

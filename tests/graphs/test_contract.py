@@ -9,6 +9,7 @@ from faback import (
     AttentionLayer,
     BackendConfig,
     BatchError,
+    CapacityError,
     FabackError,
     ForwardBatch,
     NoKernelError,
@@ -113,7 +114,7 @@ def test_after_reserve_nothing_grows():
     made.capture(extend([4], [2]))
     one = {"req_pool_indices": torch.ones(3, dtype=torch.int64), "seq_lens": torch.ones(3, dtype=torch.int64)}
     larger = attrs.evolve(extend([4, 4], [2, 2]), extend_seq_lens=torch.ones(3, dtype=torch.int64), **one)
-    with pytest.raises(FabackError, match="cu_seqlens_q.*wanted 4 elements, got 3.*reserve"):
+    with pytest.raises(CapacityError, match="cu_seqlens_q.*wanted 4 elements, got 3.*reserve"):
         made.capture(larger)
     with pytest.raises(FabackError, match="once"):
         made.reserve([])
