@@ -1,4 +1,4 @@
-"""The metadata fills of the Triton operations, from their definitions in `DeviceOps`. These need no interpreter."""
+"""The metadata fills of the Triton operations, from their definitions in `DeviceOps`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from hypothesis import strategies as st
 from faback.core.segment import KVView, Segment, Visibility
 from faback.kernels.torch_ops import TorchOps
 from faback.kernels.triton.ops import TritonOps
+from kernels.triton.interpreter import needs_interpreter
+
+needs_interpreter()
 
 OPS = TritonOps()
 PAGE_SIZES = (1, 3, 4)
