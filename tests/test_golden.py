@@ -10,18 +10,18 @@ from faback import AttentionBackend, AttentionLayer, BackendConfig, ForwardBatch
 from faback.builtins import BUILTINS
 from faback.core.registry import Registry
 from faback.kernels.reference import Reference
+from faback.testing import poor
 from faback.testing.late import Late, blank
-from faback.testing.poor import Poor
 from golden_data import Call, Scenario, scenarios, tolerance
 
 WITH_BATCH = [scenario for scenario in scenarios() if scenario.forward_mode is not None]
 PER_REQUEST = ("seq_lens", "extend_seq_lens", "extend_seq_lens_cpu", "seq_lens_cpu", "encoder_lens")
 
 
-class PoorPlugin:
+class LatePlugin:
     @hookimpl
     def faback_kernels(self):
-        return [Poor(), Late(Reference())]
+        return [Late(Reference())]
 
 
 class RecordedPool:
@@ -113,7 +113,8 @@ def configure(scenario: Scenario, kernel: str) -> BackendConfig:
 def make_backend(scenario: Scenario, kernel: str, layers: dict[Call, AttentionLayer]) -> AttentionBackend:
     config = configure(scenario, kernel)
     registry = Registry.load(config, BUILTINS, entry_points=[])
-    registry.register(PoorPlugin(), "poor")
+    registry.register(poor, "poor")
+    registry.register(LatePlugin(), "late")
     pools = Pools(req_to_token=torch.from_numpy(scenario.arrays["req_to_token"]), kv=RecordedPool(scenario, layers))
     return AttentionBackend(config, pools, layers.values(), registry=registry)
 
@@ -171,7 +172,7 @@ def test_unabsorbed_mla_equals_its_oracle(scenario: Scenario, kernel: str):
     new = torch.as_tensor(suffix).diff()
     config = BackendConfig(context_len=64, dtype=torch.float32, kernels=kernel)
     registry = Registry.load(config, BUILTINS, entry_points=[])
-    registry.register(PoorPlugin(), "poor")
+    registry.register(poor, "poor")
     table = torch.from_numpy(scenario.arrays["req_to_token"])
     pools = Pools(req_to_token=table, kv=RecordedPoolOfNothing())
     backend = AttentionBackend(config, pools, [layer], registry=registry)

@@ -26,14 +26,11 @@ from faback.cli.output import AsJson, DeviceName, main_console, parse_device, pr
 from faback.core.backend import AttentionBackend
 from faback.core.config import BackendConfig
 from faback.core.errors import ConfigError
-from faback.core.hooks import hookimpl
-from faback.core.kernel import KernelProvider
 from faback.core.layer import AttentionLayer
 from faback.core.pools import Pools
 from faback.core.registry import Registry
 from faback.core.select import Selector
-from faback.testing import MODES, OVERLAYS, CellResult, Options, Scenario, impossible, run_scenario
-from faback.testing.poor import Poor
+from faback.testing import MODES, OVERLAYS, CellResult, Options, Scenario, impossible, poor, run_scenario
 
 AUTO = "auto"
 STATUSES = ("equal", "refused", "wrong")
@@ -262,7 +259,7 @@ def judge(cell: Cell, device: torch.device, registry: Registry) -> Verdict:
 def load_registry() -> Registry:
     """The built-in and the installed plugins, and the kernel that has nothing but lowerings to help it."""
     registry = Registry.load(BackendConfig(context_len=1), BUILTINS)
-    registry.register(Lowered(), f"{LOWERED} kernel", "faback.testing")
+    registry.register(poor, f"{LOWERED} kernel", "faback.testing")
     return registry
 
 
@@ -327,15 +324,6 @@ def short(reason: str) -> str:
     """A reason without what is particular to one cell: of a kernel search only the kernels' objections are left."""
     objections = [line.strip().removeprefix("- ") for line in reason.splitlines() if line.startswith("  - ")]
     return "; ".join(objections) or reason.strip()
-
-
-class Lowered:
-    """The plugin that brings the kernel `LOWERED`."""
-
-    @hookimpl
-    def faback_kernels(self) -> list[KernelProvider]:
-        """It ranks below all others, so that nobody gets it unasked."""
-        return [Poor()]
 
 
 class Bar:

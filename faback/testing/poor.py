@@ -1,6 +1,7 @@
 """A deliberately poor kernel: causal attention over int32 page tables, with a log-sum-exp, and nothing else.
 
-If every mode runs on it, the lowerings are complete. It is the smallest kernel that one could bring.
+If every mode runs on it, the lowerings are complete. It is the smallest kernel that one could bring. The module is a
+plugin: `registry.register(faback.testing.poor, "poor")`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import Any
 import attrs
 import torch
 
+from faback.core.hooks import hookimpl
 from faback.core.kernel import Capabilities, KernelProvider, KernelRequest
 from faback.core.layer import LayerKind
 from faback.core.segment import Segment
@@ -100,6 +102,11 @@ class Poor(KernelProvider):
             out[start:end] = torch.einsum("hqk,khd->qhd", weights, values).to(out.dtype)
             if lse is not None:
                 lse[start:end] = total.T
+
+
+@hookimpl
+def faback_kernels(device: torch.device) -> list[KernelProvider]:
+    return [Poor()]
 
 
 def _dequantised(cache: Tensor, slots: Tensor, scale: Any) -> Tensor:

@@ -14,11 +14,11 @@ from typing import Any
 import attrs
 import torch
 
-from faback import AttentionBackend, AttentionLayer, BackendConfig, ForwardBatch, Pools, hookimpl
+from faback import AttentionBackend, AttentionLayer, BackendConfig, ForwardBatch, Pools
 from faback.builtins import BUILTINS
 from faback.core.registry import Registry
 from faback.pools import MHAPool
-from faback.testing.poor import Poor
+from faback.testing import poor
 
 Tensor = torch.Tensor
 
@@ -29,12 +29,6 @@ LAYERS: dict[str, dict[str, Any]] = {
     "local": {"chunk": 5},
     "scores": {"sinks": True, "softcap": 4.0, "window": 6},
 }
-
-
-class Kernels:
-    @hookimpl
-    def faback_kernels(self):
-        return [Poor()]
 
 
 @attrs.frozen(kw_only=True)
@@ -117,7 +111,7 @@ class Telling:
             context_len=width, dtype=torch.float32, kernels=self.kernel, deterministic=self.deterministic
         )
         registry = Registry.load(config, BUILTINS, entry_points=[])
-        registry.register(Kernels(), "poor")
+        registry.register(poor, "poor")
         backend = AttentionBackend(config, Pools(req_to_token=table, kv=kv), [layer], registry=registry)
         sinks = torch.linspace(-1, 1, HEADS) if layer.sinks else None
         found: dict[tuple[int, int], Tensor] = {}
