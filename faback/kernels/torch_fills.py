@@ -140,7 +140,7 @@ class TorchFills:
     def compact(self, out: Tensor, segment: Segment) -> None:
         view = segment.kv
         assert view is not None
-        if segment.rows == 0:
+        if segment.rows == 0 or segment.tokens == 0:
             out.zero_()
             return
         visible, row, _ = per_query(segment)
@@ -152,5 +152,6 @@ class TorchFills:
         order = torch.where(visible, visible.cumsum(1), 0)
         table = torch.zeros((segment.tokens, 1 + visible.shape[1]), dtype=torch.int64, device=out.device)
         table.scatter_(1, order, slots)
+        out.zero_()
         out[: segment.tokens] = visible.sum(1)
-        out[segment.tokens :] = table[:, 1:].flatten()
+        out[segment.tokens :].view(segment.tokens, -1)[:, : visible.shape[1]] = table[:, 1:]

@@ -35,7 +35,7 @@ class Compact(Lowering):
         return (attrs.evolve(request, features=request.features - self.removes | {"dense_table"}, page_size=1),)
 
     def lower(self, segment: Segment, ws: Workspace, ctx: PlanContext) -> tuple[Segment, ...]:
-        width = segment.max_kv_len + (0 if segment.tail is None else segment.tail.size)
+        width = max(1, segment.max_kv_len + (0 if segment.tail is None else segment.tail.size))
         tokens = segment.tokens
         flat = ws.fill("compact", (tokens * (1 + width),), ws.ops.compact, segment=segment)
         rows = ws.uniform_offsets(tokens)

@@ -1,5 +1,6 @@
 """any visibility -> a table of exactly what each query sees."""
 
+import attrs
 import pytest
 import torch
 
@@ -58,3 +59,12 @@ def test_a_row_of_nothing_sees_nothing():
 
 def test_padding_tokens_without_a_row_see_nothing():
     check_padding_tokens(Compact())
+
+
+def test_rows_of_padding_alone_have_a_table():
+    """A pass in which every length is 0 still needs one column to point at."""
+    segment = Draw(11, 4, has={"rows"}, never={"raw_kv", "tail"}).problem().segment
+    segment.kv_len.zero_()
+    (rows,) = Compact().lower(attrs.evolve(segment, max_kv_len=0), workspace(), CONTEXT)
+    assert tuple(rows.kv.req_to_token.shape) == (segment.tokens, 1)
+    assert not rows.kv_len.any() and not rows.kv.req_to_token.any()
