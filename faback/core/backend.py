@@ -20,7 +20,7 @@ from faback.core.plan import Arguments, Plan, Preparation, Step
 from faback.core.pools import Pools
 from faback.core.registry import Contribution, Registry
 from faback.core.segment import Segment
-from faback.core.select import Selector
+from faback.core.select import Route, Selector
 from faback.core.tensors import by_head, check_call, fused
 from faback.core.workspace import DryWorkspace, EagerWorkspace, Workspace
 
@@ -71,6 +71,8 @@ class AttentionBackend:
         self._constants: dict[Any, Tensor] = {}
         self._arch = arch_of(self.device)
         self._kinds: dict[LayerKind, list[Contribution[Overlay]]] = {}
+        self._kind_of = {layer.layer_id: layer.kind for layer in self.layers.values()}
+        self._routes: dict[Any, Route] = {}
         for contribution in self._builders():
             contribution.guard(contribution.value.bind, self._context)
         for layer in self.layers.values():
@@ -113,14 +115,14 @@ class AttentionBackend:
         """Builds a plan in a given workspace without making it the current one. Raises like `plan`."""
         mode = self._mode(batch)
         base = mode.guard(mode.value.build, batch, ws, self._context).check(str(mode))
+        wanted = ws.features | {"lse"} if return_lse else ws.features
         steps = {}
         for kind in self._kinds:
             segment = self._segment(base, kind, batch, ws)
-            calls, requests = self._calls(mode, segment, kind, batch, ws.features | ({"lse"} if return_lse else set()))
-            routes = [self._selector.route(request) for request in requests]
+            parts, routes = self._calls(mode, segment, kind, batch, wanted)
             preparation = Preparation(kind, ws, self._context, self._selector.guard)
-            steps[kind] = Step(segment, preparation.calls(calls, routes), self._ops)
-        return Plan(batch, {layer.layer_id: steps[layer.kind] for layer in self.layers.values()})
+            steps[kind] = Step(segment, preparation.calls(parts, routes), self._ops)
+        return Plan(batch, {layer_id: steps[kind] for layer_id, kind in self._kind_of.items()})
 
     def reserve(self, batches: Iterable[ForwardBatch], bounds: Mapping[str, int] | None = None) -> int:
         """Allocates the metadata of captured plans for the largest batch of every mode; afterwards nothing grows.
@@ -290,17 +292,17 @@ class AttentionBackend:
         Leaves the current plan alone.
         """
         self._known(layer)
-        mode = self._mode(batch)
+        mode, kind = self._mode(batch), self._kind_of[layer.layer_id]
         ws = DryWorkspace(self._ops, self.device, self._constants)
         base = mode.guard(mode.value.build, batch, ws, self._context).check(str(mode))
-        segment = self._segment(base, layer.kind, batch, ws)
-        _, requests = self._calls(mode, segment, layer.kind, batch, ws.features)
+        segment = self._segment(base, kind, batch, ws)
+        _, routes = self._calls(mode, segment, kind, batch, ws.features)
         return Explanation(
             mode=str(mode),
-            overlays=tuple(str(c) for c in self._kinds[layer.kind]),
+            overlays=tuple(str(c) for c in self._kinds[kind]),
             segment=segment,
-            routes=tuple(self._selector.route(request) for request in requests),
-            rejections=tuple(r for request in requests for r in self._selector.rejections(request)),
+            routes=routes,
+            rejections=tuple(r for route in routes for r in self._selector.rejections(route.request)),
             absent=self._selector.absent,
         )
 
@@ -341,29 +343,31 @@ class AttentionBackend:
     def _segment(self, base: Segment, kind: LayerKind, batch: ForwardBatch, ws: Workspace) -> Segment:
         segment = base
         for overlay in self._kinds[kind]:
-            transform = overlay.value.transform
-            segment = overlay.guard(transform, segment, kind, batch, ws, self._context).check(str(overlay))
+            changed = overlay.guard(overlay.value.transform, segment, kind, batch, ws, self._context)
+            segment = segment if changed is segment else changed.check(str(overlay))
         return segment
 
     def _calls(
         self, mode: Contribution[Mode], segment: Segment, kind: LayerKind, batch: ForwardBatch, wanted: frozenset[str]
-    ) -> tuple[tuple[Segment, ...], list[KernelRequest]]:
-        """The parts that are attended separately, and what each asks of a kernel."""
+    ) -> tuple[tuple[Segment, ...], tuple[Route, ...]]:
+        """The parts that are attended separately, and the route of each."""
         parts: tuple[Segment, ...] = mode.guard(mode.value.calls, segment, kind, self._context)
-        shared = kind.features() & CALL_FEATURES
+        shared = kind.features() & CALL_FEATURES | wanted
         if len(parts) > 1 or (segment.exchange is not None and segment.exchange.needs_lse):
             shared = shared - {"sinks"} | {"lse"}  # sinks enter where the parts are merged
-        shared |= wanted
-        requests = []
-        for part in parts:
-            fresh = part.kv is None
-            page_size = 1 if part.kv is None else part.kv.page_size
-            features = part.features() | shared
-            requests.append(self._ask(batch.forward_mode, kind, page_size, features, fresh=fresh))
-        return parts, requests
+        return parts, tuple(self._route(batch.forward_mode, kind, part, shared) for part in parts)
+
+    def _route(self, forward_mode: str, kind: LayerKind, part: Segment, shared: frozenset[str]) -> Route:
+        """How a part is served. The same question comes with every plan: a request is made once."""
+        fresh = part.kv is None
+        key = forward_mode, kind, 1 if part.kv is None else part.kv.page_size, part.features() | shared, fresh
+        found = self._routes.get(key)
+        if found is None:
+            found = self._routes[key] = self._selector.route(self._ask(*key))
+        return found
 
     def _ask(
-        self, forward_mode: str, kind: LayerKind, page_size: int, features: frozenset[str], fresh: bool = False
+        self, forward_mode: str, kind: LayerKind, page_size: int, features: frozenset[str], fresh: bool
     ) -> KernelRequest:
         return KernelRequest(
             forward_mode=forward_mode,
@@ -387,7 +391,7 @@ class AttentionBackend:
             if (tuple(k.shape[1:]), tuple(v.shape[1:])) != dims:
                 got = f"{tuple(k.shape)} and {tuple(v.shape)}"
                 raise ConfigError(f"KV buffers of layer {layer.layer_id}", wanted=f"heads, dims {dims}", got=got)
-        kind = layer.kind
+        kind = self._kind_of[layer.layer_id]
         if kind in self._kinds:
             return
         self._kinds[kind] = [c for c in self._overlays if c.guard(c.value.applies, kind)]
@@ -398,4 +402,4 @@ class AttentionBackend:
             wanted = f"an overlay that honours {', '.join(ignored)}"
             raise ConfigError(f"layer {layer.layer_id}", wanted=wanted, got="none", hint=hint)
         features = kind.features() | (frozenset() if layer.cached else {"raw_kv"})
-        self._selector.route(self._ask("any mode", kind, self.pools.kv.page_size, features, fresh=not layer.cached))
+        self._selector.route(self._ask("any mode", kind, self.pools.kv.page_size, features, not layer.cached))

@@ -172,8 +172,7 @@ class Preparation:
         kernel, lowering = route.kernel, route.lowering
         if kernel is not None:
             prepared = self.guard(kernel, kernel.prepare, segment, self.layer, route.request, self.ws)
-            able = self.guard(kernel, kernel.capabilities, self.ws.device).features
-            return Call(kernel, prepared, fresh, "lse" in able)
+            return Call(kernel, prepared, fresh, route.has_lse)
         assert lowering is not None
         segments = self.guard(lowering, lowering.lower, segment, self.ws, self.ctx)
         if self.ctx.config.checks:

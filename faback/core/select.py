@@ -22,12 +22,14 @@ class Route:
     Attributes:
         request: what is asked at this point.
         kernel: the provider, in a leaf.
+        has_lse: it can return its log-sum-exp.
         lowering: the rewriting, otherwise.
         parts: routes of the lowering's parts.
     """
 
     request: KernelRequest
     kernel: KernelProvider | None = None
+    has_lse: bool = False
     lowering: Lowering | None = None
     parts: tuple[Route, ...] = ()
 
@@ -129,10 +131,11 @@ class Selector:
         known[request] = None  # lowerings that lead back here lead nowhere
         missing: list[frozenset[str]] = []
         for kernel in candidates:
+            able = self.guard(kernel, kernel.capabilities, self._device).features
             if not self._reject(kernel, request):
-                known[request] = Route(request, kernel=kernel)
+                known[request] = Route(request, kernel=kernel, has_lse="lse" in able)
                 return known[request]
-            missing.append(request.features - self.guard(kernel, kernel.capabilities, self._device).features)
+            missing.append(request.features - able)
         for lacking in missing:
             for lowering in self._lowerings:
                 if not lowering.removes & lacking:

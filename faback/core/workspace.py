@@ -85,6 +85,30 @@ class DeviceOps(Protocol):
         """out [tokens * (1 + keys)]: how many keys each query sees, then [tokens, keys] their slots, tail last."""
         ...
 
+    def prompt_reach(
+        self,
+        out: Tensor,
+        prompts: Tensor,
+        rows: Tensor,
+        seq_lens: Tensor,
+        extend_seq_lens: Tensor | None,
+        prompt_lens: Tensor | None,
+        *,
+        later: int,
+        prompt: int,
+    ) -> None:
+        """out [3, n]: the prompt that each row keeps in sight, how far it looks to the left, whether it comes later.
+
+        A row b comes after its prompt if there are no `extend_seq_lens` [n] at all; or if seq_lens[b] is more than its
+        `prompt_lens` [n], where these are given; or else if it brings one token to a longer request whose prompt is
+        known. It then keeps prompts[rows[b]] and looks `later` far; a prompt keeps 0 and looks `prompt` far.
+        """
+        ...
+
+    def remember(self, prompts: Tensor, rows: Tensor, seq_lens: Tensor, later: Tensor | None) -> None:
+        """prompts[rows[b]] = seq_lens[b], except where later[b] is not 0; and 0 in row 0, which is padding's."""
+        ...
+
     def translate(self, out: Tensor, slots: Tensor, slot_map: Tensor) -> None:
         """out = slot_map[slots], elementwise."""
         ...

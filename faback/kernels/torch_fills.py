@@ -82,6 +82,34 @@ class TorchFills:
             slots = translated(view, torch.where(live, slots_at(view, row, token), 0))
         out.copy_(torch.where(live, slots, 0))
 
+    def prompt_reach(
+        self,
+        out: Tensor,
+        prompts: Tensor,
+        rows: Tensor,
+        seq_lens: Tensor,
+        extend_seq_lens: Tensor | None,
+        prompt_lens: Tensor | None,
+        *,
+        later: int,
+        prompt: int,
+    ) -> None:
+        known = prompts[rows.long()]
+        if extend_seq_lens is None:
+            behind = torch.ones_like(rows, dtype=torch.bool)
+        elif prompt_lens is not None:
+            behind = seq_lens > prompt_lens
+        else:
+            behind = (extend_seq_lens == 1) & (known > 0) & (seq_lens > known)
+        out[0] = known * behind
+        out[1] = torch.where(behind, later, prompt)
+        out[2] = behind
+
+    def remember(self, prompts: Tensor, rows: Tensor, seq_lens: Tensor, later: Tensor | None) -> None:
+        index = rows.long()
+        new = seq_lens.to(prompts.dtype) * (rows != 0)
+        prompts[index] = new if later is None else torch.where(later != 0, prompts[index], new)
+
     def translate(self, out: Tensor, slots: Tensor, slot_map: Tensor) -> None:
         out.copy_(slot_map[slots.long().clamp(0, slot_map.shape[0] - 1)])
 

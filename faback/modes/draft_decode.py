@@ -38,8 +38,8 @@ class DraftDecode(Mode):
         write = KVWrite(slots[:, step])
         longest = batch.bound("seq_lens", ctx.config.context_len)
         view = KVView(ctx.pools.req_to_token, active, ctx.page_size)
-        reach = ws.step_lens("draft_lens", batch.seq_lens, steps=steps, active=active)[step]
         if spec.topk == 1:
+            reach = ws.step_lens("draft_lens", batch.seq_lens, steps=steps, active=active)[step]
             return Segment(
                 rows=rows,
                 tokens=rows,

@@ -57,48 +57,18 @@ class PrefillAwareWindow(Overlay):
         if segment.kv is None or window is None:
             return segment
         if batch.forward_mode in self.prompt_modes:
-            ws.update(_remember, self._prompts, rows, batch.seq_lens)
+            ws.update(ws.ops.remember, self._prompts, rows, batch.seq_lens, None)
             return segment
         left = window if self._inclusive else max(0, window - 1)
-        if batch.forward_mode not in self.mixed_modes:
-            keep = ws.fill("keep", (batch.bs,), _recall, self._prompts, rows)
-            return attrs.evolve(segment, visibility=attrs.evolve(segment.visibility, keep=keep, window=(left, None)))
-        known = (self._prompts, rows, batch.seq_lens, batch.extend_seq_lens, batch.extras.get("prompt_lens"))
-        later = ws.fill("later_rows", (batch.bs,), _later_rows, *known)
-        keep = ws.fill("keep", (batch.bs,), _recall, self._prompts, rows, later)
-        reach = ws.fill("row_window", (batch.bs,), _row_window, later, later=left, prompt=window)
-        ws.update(_remember, self._prompts, rows, batch.seq_lens, later)
-        return attrs.evolve(segment, visibility=attrs.evolve(segment.visibility, keep=keep, row_window=reach))
-
-
-def _remember(prompts: Tensor, rows: Tensor, seq_lens: Tensor, later: Tensor | None = None) -> None:
-    """prompts[rows] = seq_lens, except in later rows and in the row of padding."""
-    index = rows.long()
-    known = prompts[index]
-    new = seq_lens.to(prompts.dtype) * (rows != 0)
-    prompts[index] = new if later is None else torch.where(later != 0, known, new)
-
-
-def _recall(out: Tensor, prompts: Tensor, rows: Tensor, later: Tensor | None = None) -> None:
-    """out[b] = prompt length of the row's request, 0 for rows that are not later ones."""
-    known = prompts[rows.long()]
-    out.copy_(known if later is None else known * later)
-
-
-def _later_rows(
-    out: Tensor, prompts: Tensor, rows: Tensor, seq_lens: Tensor, extend_seq_lens: Tensor, prompt_lens: Tensor | None
-) -> None:
-    """out[b] = 1 for rows behind their request's prompt."""
-    if prompt_lens is not None:
-        out.copy_(seq_lens > prompt_lens)
-        return
-    known = prompts[rows.long()]
-    out.copy_((extend_seq_lens == 1) & (known > 0) & (seq_lens > known))
-
-
-def _row_window(out: Tensor, rows: Tensor, *, later: int, prompt: int) -> None:
-    """out[b] = one left distance for later rows, another for prompts."""
-    out.copy_(torch.where(rows != 0, later, prompt))
+        mixed = batch.forward_mode in self.mixed_modes
+        known = (self._prompts, rows, batch.seq_lens, batch.extend_seq_lens if mixed else None)
+        said = batch.extras.get("prompt_lens") if mixed else None
+        reach = ws.fill("reach", (3, batch.bs), ws.ops.prompt_reach, *known, said, later=left, prompt=window)
+        rule = attrs.evolve(segment.visibility, keep=reach[0], window=(left, None))
+        if mixed:
+            ws.update(ws.ops.remember, self._prompts, rows, batch.seq_lens, reach[2])
+            rule = attrs.evolve(rule, window=segment.visibility.window, row_window=reach[1])
+        return attrs.evolve(segment, visibility=rule)
 
 
 @hookimpl

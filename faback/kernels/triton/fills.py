@@ -137,3 +137,35 @@ def virtual_batches(
     tl.store(out + columns + piece, tl.where(real, tl.maximum(high - border, 0), 0), mask=last)
     tl.store(out + 2 * columns + piece, tl.where(real, starts, 0), mask=last)
     tl.store(out + 3 * columns + piece, tl.where(real, request, 0), mask=last)
+
+
+@triton.jit(do_not_specialize=("n", "later", "prompt"))
+def prompt_reach(
+    out, prompts, rows, seq_lens, extend_seq_lens, prompt_lens, n, later, prompt, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out [3, n]: kept prompt, window, whether a row comes after its prompt. Grid: (blocks of n,)."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    exists = i < n
+    known = tl.load(prompts + tl.load(rows + i, mask=exists, other=0).to(tl.int64), mask=exists, other=0)
+    behind = exists
+    if extend_seq_lens is not None:
+        length = tl.load(seq_lens + i, mask=exists, other=0).to(tl.int32)
+        if prompt_lens is not None:
+            behind = length > tl.load(prompt_lens + i, mask=exists, other=0).to(tl.int32)
+        else:
+            new = tl.load(extend_seq_lens + i, mask=exists, other=0).to(tl.int32)
+            behind = (new == 1) & (known > 0) & (length > known)
+    tl.store(out + i, tl.where(behind, known, 0), mask=exists)
+    tl.store(out + n + i, tl.where(behind, later, prompt), mask=exists)
+    tl.store(out + 2 * n + i, behind.to(tl.int32), mask=exists)
+
+
+@triton.jit(do_not_specialize=("n",))
+def remember(prompts, rows, seq_lens, later, n, BLOCK: tl.constexpr):
+    """prompts[rows] = seq_lens, but in later rows and in row 0. Grid: (blocks of n,)."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(rows + i, mask=i < n, other=0).to(tl.int64)
+    told = (i < n) & (row != 0)
+    if later is not None:
+        told = told & (tl.load(later + i, mask=i < n, other=0) == 0)
+    tl.store(prompts + row, tl.load(seq_lens + i, mask=i < n, other=0).to(tl.int32), mask=told)

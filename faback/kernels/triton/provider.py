@@ -14,6 +14,7 @@ from faback.core.kernel import Capabilities, KernelProvider, KernelRequest, Reje
 from faback.core.layer import LayerKind
 from faback.core.segment import FEATURES, Segment
 from faback.core.workspace import Workspace
+from faback.kernels.triton.launch import Launch
 from faback.kernels.triton.tiles import Shape, Tile, pick, power_of_two
 
 Tensor = torch.Tensor
@@ -40,13 +41,13 @@ class Prepared:
 
     Attributes:
         grid: work items * KV heads.
-        args: arguments of `attend` that all layers share, by name.
-        meta: its constants, warps and stages.
+        launch: `attend` with the arguments that all layers share.
+        tokens: of the segment; q may have more.
     """
 
-    grid: tuple[int]
-    args: dict[str, Any]
-    meta: dict[str, Any]
+    grid: tuple[int, int, int]
+    launch: Launch
+    tokens: int
 
 
 class TritonAttention(KernelProvider):
@@ -82,6 +83,8 @@ class TritonAttention(KernelProvider):
         return tuple(found)
 
     def prepare(self, segment: Segment, layer: LayerKind, request: KernelRequest, ws: Workspace) -> Prepared:
+        from faback.kernels.triton.attend import attend
+
         heads = layer.num_kv_heads
         deterministic = "deterministic" in request.features
         shape = Shape(
@@ -107,7 +110,9 @@ class TritonAttention(KernelProvider):
         args["partial_acc"] = ws.scratch("partial_acc", slots * lines * v_block, torch.float32)
         args["partial_ml"] = ws.scratch("partial_ml", slots * lines * 2, torch.float32)
         args["arrivals"] = ws.scratch("arrivals", slots, torch.int32)
-        return Prepared((items * heads,), args, _constants(segment, layer, request, tile, fixed))
+        args |= _constants(segment, layer, request, tile, fixed)
+        options = {"num_warps": tile.warps, "num_stages": tile.stages, "maxnreg": tile.registers}
+        return Prepared((items * heads, 1, 1), Launch(attend, args, options), segment.tokens)
 
     def run(
         self,
@@ -122,33 +127,30 @@ class TritonAttention(KernelProvider):
         k_scale: float | Tensor | None = None,
         v_scale: float | Tensor | None = None,
     ) -> None:
-        from faback.kernels.triton.attend import attend
-
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        attend[prepared.grid](
-            q=q,
-            k=k,
-            v=v,
-            out=out,
-            lse=lse,
-            sinks=sinks,
-            q_token=q.stride(0),
-            q_head=q.stride(1),
-            k_slot=k.stride(0),
-            k_head=k.stride(1),
-            v_slot=v.stride(0),
-            v_head=v.stride(1),
-            o_token=out.stride(0),
-            o_head=out.stride(1),
-            lse_token=0 if lse is None else lse.stride(0),
+        varying = {
+            "q": q,
+            "k": k,
+            "v": v,
+            "out": out,
+            "lse": lse,
+            "sinks": sinks,
             **scale_args(k_scale, v_scale),
-            **prepared.args,
-            **prepared.meta,
-        )
-        if out.shape[0] > prepared.args["tokens"]:
-            out[prepared.args["tokens"] :].zero_()
+            "q_token": q.stride(0),
+            "q_head": q.stride(1),
+            "k_slot": k.stride(0),
+            "k_head": k.stride(1),
+            "v_slot": v.stride(0),
+            "v_head": v.stride(1),
+            "o_token": out.stride(0),
+            "o_head": out.stride(1),
+            "lse_token": 0 if lse is None else lse.stride(0),
+        }
+        prepared.launch(prepared.grid, varying)
+        if out.shape[0] > prepared.tokens:
+            out[prepared.tokens :].zero_()
             if lse is not None:
-                lse[prepared.args["tokens"] :].fill_(-torch.inf)
+                lse[prepared.tokens :].fill_(-torch.inf)
 
 
 def _sizes(segment: Segment, layer: LayerKind, tile: Tile, deterministic: bool, ws: Workspace) -> tuple[int, int, int]:
@@ -253,9 +255,6 @@ def _constants(segment: Segment, layer: LayerKind, request: KernelRequest, tile:
         "FP32": request.q_dtype == torch.float32,
         "UPCAST": interpreting(),
         "FP8": request.kv_dtype in FP8 and request.q_dtype != torch.float32,
-        "num_warps": tile.warps,
-        "num_stages": tile.stages,
-        "maxnreg": tile.registers,
     }
 
 

@@ -242,3 +242,35 @@ def test_compact(segment):
             token = low + index
             wanted = [slot(segment.kv, row, t) for t in seen_by(segment, row, index)]
             assert table[token * width : token * width + counts[token]] == wanted
+
+
+@QUICK
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 9), st.integers(0, 9)), max_size=6), INDEX, EITHER, EITHER)
+def test_what_is_known_of_prompts(batch, dtype, mixed, said):
+    rows, new, lens = (torch.tensor([entry[i] for entry in batch], dtype=dtype) for i in range(3))
+    prompts = torch.tensor([0, 3, 0, 5, 9], dtype=torch.int32)
+    told = torch.tensor([4] * len(batch), dtype=dtype) if said else None
+    known = (prompts, rows, lens, new if mixed else None, told)
+    keep, reach, behind = filled("prompt_reach", (3, len(batch)), *known, later=7, prompt=8)
+    for i, (row, count, length) in enumerate(batch):
+        wanted = (
+            not mixed or length > 4
+            if said
+            else not mixed or (count == 1 and prompts[row] > 0 and length > prompts[row])
+        )
+        assert (keep[i], reach[i], behind[i]) == (int(prompts[row]) if wanted else 0, 7 if wanted else 8, int(wanted))
+
+
+@QUICK
+@given(st.permutations(range(1, 6)), st.integers(0, 5), INDEX, EITHER)
+def test_prompts_are_remembered(order, count, dtype, some_later):
+    rows = torch.tensor([*order[:count], 0, 0], dtype=dtype)
+    lens = torch.arange(10, 10 + len(rows), dtype=dtype)
+    later = (lens % 2 == 0).int() if some_later else None
+    mine, theirs = torch.arange(6, dtype=torch.int32), torch.arange(6, dtype=torch.int32)
+    OPS.remember(mine, rows, lens, later)
+    TorchOps().remember(theirs, rows, lens, later)
+    assert torch.equal(mine, theirs)
+    for row, length in zip(order[:count], lens.tolist(), strict=False):
+        assert mine[row] == (row if some_later and length % 2 == 0 else length)
+    assert mine[0] == 0

@@ -1,0 +1,82 @@
+"""Launches are remembered by what Triton may specialise on, and nothing else."""
+
+import pytest
+import torch
+
+from faback.kernels.triton.launch import Launch
+
+
+class Kernel:
+    """Stands in for a Triton function: each call by name compiles a form, which is then called in order."""
+
+    arg_names = ("x", "n", "SIZE", "y")
+
+    def __init__(self):
+        self.compiled, self.launched = [], []
+
+    def __getitem__(self, grid):
+        def first(**named):
+            self.compiled.append((grid, named))
+            return Form(self)
+
+        return first
+
+
+class Form:
+    def __init__(self, kernel):
+        self._kernel = kernel
+
+    def __getitem__(self, grid):
+        return lambda *args: self._kernel.launched.append((grid, args))
+
+
+@pytest.fixture
+def kernel():
+    return Kernel()
+
+
+def test_the_second_launch_is_in_the_order_of_the_kernel(kernel):
+    launch, x = Launch(kernel, {"SIZE": 16}, {"num_warps": 4}), torch.zeros(4)
+    launch((1, 1, 1), {"y": None, "x": x}, {"n": 5})
+    launch((2, 1, 1), {"y": None, "x": x}, {"n": 6})
+    assert kernel.compiled == [((1, 1, 1), {"y": None, "x": x, "n": 5, "SIZE": 16, "num_warps": 4})]
+    assert kernel.launched == [((2, 1, 1), (x, 6, 16, None))]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"x": torch.zeros(8)}, {"x": torch.zeros(8).half()}),
+        ({"x": torch.zeros(8)}, {"x": torch.zeros(9)[1:]}),
+        ({"x": None}, {"x": torch.zeros(8)}),
+        ({"x": 1}, {"x": 2}),
+        ({"x": 1.0}, {"x": 1}),
+    ],
+    ids=["dtype", "alignment", "absence", "value", "type"],
+)
+def test_what_a_kernel_may_be_specialised_on_is_told_apart(kernel, before, after):
+    launch = Launch(kernel, {})
+    for varying in (before, after, before, after):
+        launch((1, 1, 1), varying)
+    assert len(kernel.compiled) == len(kernel.launched) == 2
+
+
+@pytest.mark.parametrize(("n", "forms"), [(7, 1), (2**31 - 1, 1), (2**31, 2)])
+def test_counts_are_told_apart_by_their_width_alone(kernel, n, forms):
+    launch = Launch(kernel, {})
+    for count in (1, 16, n):
+        launch((1, 1, 1), {"x": 3.5}, {"n": count})
+    assert len(kernel.compiled) == forms
+
+
+def test_interpreted_kernels_are_called_by_name_each_time():
+    calls = []
+
+    class Interpreted:
+        def __getitem__(self, grid):
+            return lambda **named: calls.append(named)
+
+    launch = Launch(Interpreted(), {"SIZE": 2})
+    for _ in range(3):
+        launch((1, 1, 1), {"x": 0}, {"n": 1})
+    assert calls == [{"x": 0, "n": 1, "SIZE": 2}] * 3
