@@ -133,6 +133,8 @@ class Tail:
         mask: bool [tokens, size]: query sees tail token, in place of causality; None is causal by position.
         positions: int32 [tokens] absolute positions, tail token c of row b at cu_seqlens_q[b] + c (the tail's tokens
             are the row's queries); None is kv_len + c.
+        bits: int32 [tokens, ceil(size / 32)]: the mask once more, column c as bit c % 32 of word c // 32, for kernels
+            that would rather read words; None where nobody packed it.
     """
 
     size: int
@@ -141,6 +143,7 @@ class Tail:
     per_query: bool = False
     mask: Tensor | None = None
     positions: Tensor | None = None
+    bits: Tensor | None = None
 
 
 @attrs.frozen(eq=False)
@@ -268,6 +271,7 @@ class Segment:
             ("tail.slots", None if tail is None else tail.slots, (tokens if per_query else rows, size), INDEX_DTYPES),
             ("tail.mask", None if tail is None else tail.mask, (tokens, size), (torch.bool,)),
             ("tail.positions", None if tail is None else tail.positions, (tokens,), INDEX_DTYPES),
+            ("tail.bits", None if tail is None else tail.bits, (tokens, -(-size // 32)), (torch.int32,)),
             ("kv.slot_map", None if view is None else view.slot_map, None, INDEX_DTYPES),
         ]
         return found + [

@@ -40,13 +40,17 @@ class DeviceOps(Protocol):
         ...
 
     def tree(self, out: Tensor, custom_mask: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, *, size: int) -> None:
-        """out [1 + words, tokens]: where each token of a tree stands, and the bytes of bool [tokens, 4 * words].
+        """out [`tree_lines(size)`, tokens]: who sees whom in a tree, and where each token stands. See `tree_parts`.
 
         The mask is the last columns of each request's block of a flat one. Request b's block is [n, seq_lens[b] + n]
         with n = cu_seqlens_q[b + 1] - cu_seqlens_q[b]; blocks follow one another. Columns from n or `size` on are
         False. Nothing outside custom_mask is read, whatever the lengths say. A token stands at seq_lens of its request
         plus the number of tokens that it sees besides itself.
         """
+        ...
+
+    def pack(self, out: Tensor, mask: Tensor) -> None:
+        """out [tokens, words] = bool mask [tokens, columns], column c as bit c % 32 of word c // 32."""
         ...
 
     def branch_positions(self, out: Tensor, source: Tensor, *, each: int) -> None:
@@ -212,12 +216,14 @@ class Workspace(abc.ABC):
         """int32 [n]: one length for every row that is not padding."""
         return self.fill(name, (active.shape[0],), self.ops.row_lens, value=value, active=active)
 
-    def tree(self, custom_mask: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, tokens: int, size: int) -> Any:
-        """mask bool [tokens, size] and positions int32 [tokens] of a tree of drafted tokens, in one fill."""
-        words = max(1, -(-size // 4))
+    def tree(
+        self, custom_mask: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, tokens: int, size: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Of a tree of drafted tokens, in one fill, the mask as bits and as bytes, and positions: see `tree_parts`."""
         known = (custom_mask, seq_lens, cu_seqlens_q)
-        both = self.fill("tree", (1 + words, tokens), self.ops.tree, *known, size=size)
-        return both[1:].view(-1).view(torch.bool).view(tokens, 4 * words)[:, :size], both[0]
+        lines = self.fill("tree", (tree_lines(size), tokens), self.ops.tree, *known, size=size)
+        bits, mask, positions = tree_parts(lines, size)
+        return bits, mask[:, :size], positions
 
     def offsets(self, name: str, lens: Tensor) -> Tensor:
         """int32 [n + 1] running sum of lengths [n]."""
@@ -279,6 +285,24 @@ class DryWorkspace(EagerWorkspace):
 
     def update(self, op: Callable[..., None], state: Tensor, *inputs: Tensor | None, **params: Any) -> None:
         return
+
+
+def tree_lines(size: int) -> int:
+    """int32 numbers per token of a tree of up to `size` tokens."""
+    return -(-size // 32) + -(-size // 4) + 1
+
+
+def tree_parts(lines: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Views of int32 [`tree_lines(size)`, tokens].
+
+    Returns:
+        int32 [tokens, ceil(size / 32)]: who sees whom, as bits. bool [tokens, size rounded up to 4]: the same, a byte
+        each. int32 [tokens]: positions.
+    """
+    tokens, words = lines.shape[1], -(-size // 32)
+    bits = lines[:words].view(-1).view(tokens, words)
+    mask = lines[words:-1].view(-1).view(torch.bool).view(tokens, -(-size // 4) * 4)
+    return bits, mask, lines[-1]
 
 
 def _question(op: Callable[..., None], inputs: tuple[Tensor | None, ...], params: dict[str, Any], *more: Any) -> Any:

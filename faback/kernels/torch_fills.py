@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from faback.core.segment import KVView, Segment
+from faback.core.workspace import tree_parts
 from faback.kernels.definition import (
     key_lens,
     owners,
@@ -38,7 +39,7 @@ class TorchFills:
         out.copy_((active != 0) * value)
 
     def tree(self, out: Tensor, custom_mask: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, *, size: int) -> None:
-        positions, mask = out[0], out[1:].view(-1).view(torch.bool).view(out.shape[1], 4 * (out.shape[0] - 1))
+        bits, mask, positions = tree_parts(out, size)
         offsets = cu_seqlens_q.long()
         counts = offsets.diff()
         width = seq_lens.long() + counts
@@ -49,6 +50,13 @@ class TorchFills:
         inside = (column < counts[request][:, None]) & (column < size) & (flat < custom_mask.shape[0])
         mask.copy_(custom_mask[torch.where(inside, flat, 0)] & inside)
         positions.copy_(seq_lens[request] + (mask & (column != index[:, None])).sum(1))
+        self.pack(bits, mask)
+
+    def pack(self, out: Tensor, mask: Tensor) -> None:
+        whole = torch.zeros((mask.shape[0], out.shape[1] * 32), dtype=torch.int32, device=out.device)
+        whole[:, : mask.shape[1]] = mask
+        powers = torch.ones(32, dtype=torch.int32, device=out.device) << torch.arange(32, device=out.device)
+        out.copy_((whole.view(*out.shape, 32) * powers).sum(2, dtype=torch.int32))
 
     def branch_positions(self, out: Tensor, source: Tensor, *, each: int) -> None:
         steps = torch.arange(out.shape[0], device=out.device)

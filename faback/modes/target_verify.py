@@ -61,8 +61,9 @@ class TargetVerify(Mode):
         batch.check_fields(("custom_mask",))
         assert batch.custom_mask is not None
         tokens = batch.num_tokens
-        mask, positions = ws.tree(batch.custom_mask, batch.seq_lens, chain.cu_seqlens_q, tokens, size)
-        return attrs.evolve(chain, tail=Tail(size, lens, mask=mask, positions=positions), positions=positions)
+        bits, mask, positions = ws.tree(batch.custom_mask, batch.seq_lens, chain.cu_seqlens_q, tokens, size)
+        tail = Tail(size, lens, mask=mask, positions=positions, bits=bits)
+        return attrs.evolve(chain, tail=tail, positions=positions)
 
 
 @hookimpl

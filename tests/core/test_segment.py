@@ -84,10 +84,11 @@ def test_a_malformed_one_names_field_and_contributor(field, changes):
         {"tail": Tail(2, int32(1, 2), slots=torch.zeros(2, 2))},
         {"tail": Tail(2, int32(1, 2), slots=torch.zeros(5, 2, dtype=torch.int32))},
         {"tail": Tail(2, int32(1, 2), mask=torch.ones(2, 2))},
+        {"tail": Tail(2, int32(1, 2), bits=torch.ones(2, 1, dtype=torch.int64))},
         {"positions": torch.ones(2)},
         {"kv": view(slot_map=torch.ones(4))},
     ],
-    ids=["slots dtype", "slots rows", "mask dtype", "positions dtype", "slot_map dtype"],
+    ids=["slots dtype", "slots rows", "mask dtype", "bits dtype", "positions dtype", "slot_map dtype"],
 )
 def test_the_rest_of_a_malformed_segment_is_named_too(changes):
     with pytest.raises(ConfigError, match="from me"):

@@ -99,3 +99,12 @@ def test_scales_divide_by_kv_head(scale):
     second = 0.25 if isinstance(scale, torch.Tensor) and scale.numel() == 2 else 4.0
     assert cache[3].float()[:, 0].tolist() == [4.0, second]
     assert other[3].float().eq(1).all()
+
+
+@pytest.mark.parametrize("columns", [1, 31, 32, 33, 64, 70])
+def test_masks_are_packed_bit_by_bit(columns):
+    mask = torch.rand(5, columns, generator=torch.Generator().manual_seed(columns)) < 0.5
+    words = torch.empty((5, -(-columns // 32)), dtype=torch.int32)
+    TorchOps().pack(words, mask)
+    for line, seen in zip(words.tolist(), mask.tolist(), strict=True):
+        assert [bool(line[c // 32] >> c % 32 & 1) for c in range(32 * len(line))] == seen + [False] * (-columns % 32)

@@ -17,13 +17,13 @@ from faback.kernels.triton.schedule import find_work
 from faback.kernels.triton.softmax import LOG2E, absorb, add_tile, capped, score_tile
 
 COUNTS = (
-    "table_row", "tail_row", "mask_row", "lse_token", "rows", "tokens", "target", "reach", "left", "right", "chunk",
+    "table_row", "tail_row", "words", "lse_token", "rows", "tokens", "target", "reach", "left", "right", "chunk",
     "shard", "shards",
 )  # fmt: skip
 """Arguments that change with the traffic, for whose sake nothing is compiled anew."""
 INDEX_TENSORS = (
     "cu_seqlens_q", "q_len", "kv_len", "positions", "req_to_token", "req_pool_indices", "start", "slot_map",
-    "cu_seqlens_k", "keep", "row_window", "tail_lens", "tail_slots", "tail_mask", "tail_positions",
+    "cu_seqlens_k", "keep", "row_window", "tail_lens", "tail_slots", "tail_bits", "tail_positions",
 )  # fmt: skip
 """Tensors that may be parts of an engine's own, wherever those begin."""
 TAIL_TILES = tl.constexpr(3)
@@ -45,6 +45,20 @@ def slots_at(n, last, prefix, low, table, req_to_token, slot_map, BLOCK_N: tl.co
         return table + t  # keys come with the call, one after another
     else:
         return slots_of(t, i < last, table, slot_map)
+
+
+@triton.jit
+def tree_tile(tail_bits, token, queries, words, first, BLOCK_N: tl.constexpr):
+    """bool [M, BLOCK_N]: which of the drafted tokens from `first` on each query may see; none before the first."""
+    columns = tl.arange(0, BLOCK_N)
+    word = tl.zeros_like(token) + first // 32
+    asked = queries & (word >= 0)
+    mine = tl.load(tail_bits + token * words + word, mask=asked, other=0)[:, None]
+    for more in tl.static_range(1, BLOCK_N // 32):
+        later = tl.load(tail_bits + token * words + word + more, mask=asked & (word + more < words), other=0)
+        mine = tl.where((columns >= more * 32)[None, :], later[:, None], mine)
+    shift = columns % 32 if BLOCK_N >= 32 else (first + columns) % 32
+    return ((mine >> shift[None, :]) & 1) != 0
 
 
 @triton.jit
@@ -86,10 +100,10 @@ def attend(
     cu_seqlens_q, q_len, kv_len, positions,
     req_to_token, req_pool_indices, start, slot_map, cu_seqlens_k,
     keep, row_window,
-    tail_lens, tail_slots, tail_mask, tail_positions,
+    tail_lens, tail_slots, tail_bits, tail_positions,
     partial_acc, partial_ml, arrivals,
     q_token, q_head, k_slot, k_head, v_slot, v_head, o_token, o_head, lse_token,
-    table_row, tail_row, mask_row,
+    table_row, tail_row, words,
     rows, tokens, target, reach,
     scale, softcap, left, right, chunk, shard, shards,
     GROUP: tl.constexpr, DK: tl.constexpr, DR: tl.constexpr, DV: tl.constexpr,
@@ -257,13 +271,12 @@ def attend(
             seen = seen | (cached & (at < kept))[None, :]
         if CAUSAL:
             past = at[None, :] <= p[:, None]
-            if tail_mask is not None:
+            if tail_bits is not None:
                 past = past | drafted[None, :]
             seen = seen & past
-        if tail_mask is not None:
-            asked = queries[:, None] & drafted[None, :]
-            allowed = tl.load(tail_mask + token[:, None] * mask_row + c[None, :], mask=asked, other=0)
-            seen = seen & (cached[None, :] | (allowed != 0))
+        if tail_bits is not None:
+            allowed = tree_tile(tail_bits, token, queries, words, (j - ragged) * BLOCK_N, BLOCK_N)
+            seen = seen & (cached[None, :] | allowed)
         keys, x = score_tile(
             q_main, q_rest, peak, k_base, slot, exists, k_slot, d_main, d_rest, scale * key_scale, softcap,
             DK, DR, HAS_SOFTCAP, FP32, UPCAST, FP8, SHARE_KV, True,

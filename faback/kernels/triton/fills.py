@@ -42,10 +42,10 @@ def offsets(out, lens, n, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=("rows", "size", "mask_size"))
 def tree(
-    positions, mask, custom_mask, seq_lens, cu_seqlens_q, rows, size, mask_size, mask_row,
+    positions, mask, bits, custom_mask, seq_lens, cu_seqlens_q, rows, size, mask_size, mask_row, words,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """positions [tokens], mask [tokens, mask_row bytes] of a packed tree mask. Grid: (tokens,)."""
+    """positions [tokens], mask [tokens, mask_row bytes], bits [tokens, words] of a flat tree mask. Grid: (tokens,)."""
     token = tl.program_id(0)
     r = tl.arange(0, ROWS)
     begin = tl.load(cu_seqlens_q + r, mask=r < rows, other=0)
@@ -61,6 +61,9 @@ def tree(
     inside = (column < count) & (column < size) & (flat < mask_size)
     seen = tl.load(custom_mask + flat, mask=inside, other=0)
     tl.store(mask + token.to(tl.int64) * mask_row + column, seen, mask=column < mask_row)
+    word = tl.arange(0, COLUMNS // 32)
+    packed = tl.sum(tl.reshape((seen != 0).to(tl.int32) << (column % 32), (COLUMNS // 32, 32)), 1)
+    tl.store(bits + token.to(tl.int64) * words + word, packed, mask=word < words)
     ancestors = tl.sum(((seen != 0) & (column != index)).to(tl.int32), 0)
     tl.store(positions + token, length.to(tl.int32) + ancestors)
 

@@ -12,7 +12,7 @@ import torch
 
 from faback.core.hooks import hookimpl
 from faback.core.segment import KVView, KVWrite, Segment
-from faback.core.workspace import DeviceOps
+from faback.core.workspace import DeviceOps, tree_parts
 from faback.kernels.torch_fills import TorchFills
 from faback.kernels.torch_ops import FP8_DTYPES
 from faback.kernels.triton.launch import Grid, Launch
@@ -70,17 +70,19 @@ class TritonOps(TorchFills):
             return
         if tokens == 0:
             return
-        mask = out[1:].view(-1).view(torch.uint8).view(tokens, -1)
+        bits, mask, positions = tree_parts(out, size)
         varying = {
-            "positions": out[0],
-            "mask": mask,
+            "positions": positions,
+            "mask": mask.view(torch.uint8),
+            "bits": bits,
             "custom_mask": _plain(custom_mask).view(torch.uint8),
             "seq_lens": _plain(seq_lens),
             "cu_seqlens_q": cu_seqlens_q,
             "mask_row": mask.shape[1],
+            "words": bits.shape[1],
         }
         counts = {"rows": rows, "size": size, "mask_size": custom_mask.shape[0]}
-        blocks = {"ROWS": power_of_two(rows), "COLUMNS": power_of_two(mask.shape[1])}
+        blocks = {"ROWS": power_of_two(rows), "COLUMNS": power_of_two(mask.shape[1], least=32)}
         self._launch(tree, (tokens, 1, 1), varying, counts, **blocks)
 
     def page_table(self, out: Tensor, view: KVView, lens: Tensor) -> None:

@@ -100,7 +100,7 @@ class TritonAttention(KernelProvider):
         )
         tile = pick(shape, request.arch or DEFAULT_ARCH)
         items, target, fixed = _sizes(segment, layer, tile, deterministic, ws)
-        args = _segment_args(segment)
+        args = _segment_args(segment, ws)
         args |= {"rows": segment.rows, "tokens": segment.tokens, "target": target, "reach": _reach(segment)}
         args |= {"scale": layer.scale, "softcap": layer.softcap}
         v_block = power_of_two(layer.v_head_dim)
@@ -185,13 +185,16 @@ def _reach(segment: Segment) -> int:
     return min(left, chunk) if rule.causal else UNBOUNDED
 
 
-def _segment_args(segment: Segment) -> dict[str, Any]:
+def _segment_args(segment: Segment, ws: Workspace) -> dict[str, Any]:
     """The segment's tensors and numbers, as the kernel names them; None for what it has not."""
     view, tail, rule = segment.kv, segment.tail, segment.visibility
     shard, shards = (0, 1) if view is None or view.shard is None else view.shard
     offsets = segment.cu_seqlens_q if segment.cu_seqlens_k is None else segment.cu_seqlens_k
     tails = None if tail is None else tail.slots
-    mask = None if tail is None or tail.mask is None else tail.mask.view(torch.uint8)
+    bits = None if tail is None or tail.mask is None else tail.bits
+    if tail is not None and tail.mask is not None and bits is None:
+        shape = (segment.tokens, -(-tail.size // 32))
+        bits = ws.fill("tail_bits", shape, ws.ops.pack, tail.mask)
     return {
         "cu_seqlens_q": segment.cu_seqlens_q,
         "q_len": segment.q_len,
@@ -206,11 +209,11 @@ def _segment_args(segment: Segment) -> dict[str, Any]:
         "row_window": rule.row_window,
         "tail_lens": None if tail is None else tail.lens,
         "tail_slots": tails,
-        "tail_mask": mask,
+        "tail_bits": bits,
         "tail_positions": None if tail is None else tail.positions,
         "table_row": 0 if view is None else view.req_to_token.stride(0),
         "tail_row": 0 if tails is None else tails.stride(0),
-        "mask_row": 0 if mask is None else mask.stride(0),
+        "words": 0 if bits is None else bits.shape[1],
         "left": rule.window[0] or 0,
         "right": rule.window[1] or 0,
         "chunk": rule.chunk or 1,

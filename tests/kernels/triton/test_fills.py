@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from faback.core.segment import KVView, Segment, Visibility
+from faback.core.workspace import tree_lines, tree_parts
 from faback.kernels.torch_ops import TorchOps
 from faback.kernels.triton.ops import TritonOps
 from kernels.triton.interpreter import needs_interpreter
@@ -215,12 +216,13 @@ def test_tree_mask_and_positions(seq_lens, spare):
     lens, cu = torch.tensor(seq_lens, dtype=torch.int64), torch.tensor(offsets, dtype=torch.int32)
     if not seq_lens:
         return
-    words = -(-size // 4)
-    both = torch.tensor(filled("tree", (1 + words, tokens), mask, lens, cu, size=size), dtype=torch.int32)
-    found = both[1:].view(-1).view(torch.bool).view(tokens, 4 * words)[:, :size].tolist()
+    lines = torch.tensor(filled("tree", (tree_lines(size), tokens), mask, lens, cu, size=size), dtype=torch.int32)
+    bits, found, positions = (part.tolist() for part in tree_parts(lines, size))
+    found = [line[:size] for line in found]
+    as_bits = [[bool(line[c // 32] >> c % 32 & 1) for c in range(size)] for line in bits]
+    assert as_bits == found
     wanted = [line + [False] * (size - len(line)) for tree in trees for line in tree]
     assert found[: offsets[-1]] == wanted
-    positions = both[0].tolist()
     depths = [
         length + sum(line) - line[i]
         for length, tree in zip(seq_lens, trees, strict=True)
