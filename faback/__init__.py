@@ -16,6 +16,7 @@ from faback.core.hooks import hookimpl
 from faback.core.layer import AttentionLayer, LayerKind
 from faback.core.multi_step import MultiStepDraft
 from faback.core.pools import KVPool, Pools
+from faback.graph_runner import GraphRunner
 
 __version__ = "0.1.0"
 
@@ -28,6 +29,7 @@ __all__ = [
     "ConfigError",
     "FabackError",
     "ForwardBatch",
+    "GraphRunner",
     "KVPool",
     "LayerKind",
     "MultiStepDraft",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 
@@ -25,6 +25,7 @@ from faback.core.tensors import by_head, check_call, fused
 from faback.core.workspace import DryWorkspace, EagerWorkspace, Workspace
 
 Tensor = torch.Tensor
+T = TypeVar("T")
 
 CALL_FEATURES = frozenset({"softcap", "sinks", "kv_scales", "latent"})
 """What a layer asks of every call; window, chunk and direction come from the segment."""
@@ -78,11 +79,8 @@ class AttentionBackend:
         for layer in self.layers.values():
             self._admit(layer)
         self.current: Plan | None = None
-        spec, longest = config.speculative, config.context_len
-        bounds = {"seq_lens": longest, "extend_prefix_lens": longest, "encoder_lens": longest}
-        bounds |= {} if spec is None else {"verify_lens": spec.num_draft_tokens}
-        fresh = (self._ops, self.device, self._constants)
-        self._graphs = Graphs(self.build, lambda kind, arena: kind(*fresh, arena), bounds, Arena(self.device))
+        self._arena = Arena(self.device)
+        self._graphs = self.graphs(self.build)
 
     @property
     def modes(self) -> dict[str, Contribution[Mode]]:
@@ -122,7 +120,7 @@ class AttentionBackend:
             parts, routes = self._calls(mode, segment, kind, batch, wanted)
             preparation = Preparation(kind, ws, self._context, self._selector.guard)
             steps[kind] = Step(segment, preparation.calls(parts, routes), self._ops)
-        return Plan(batch, {layer_id: steps[kind] for layer_id, kind in self._kind_of.items()})
+        return Plan(batch, {layer_id: steps[kind] for layer_id, kind in self._kind_of.items()}, ws)
 
     def reserve(self, batches: Iterable[ForwardBatch], bounds: Mapping[str, int] | None = None) -> int:
         """Allocates the metadata of captured plans for the largest batch of every mode; afterwards nothing grows.
@@ -165,6 +163,14 @@ class AttentionBackend:
         """
         self.current = self._graphs.replay(batch)
         return self.current
+
+    def graphs(self, build: Callable[[ForwardBatch, Workspace], T]) -> Graphs[T]:
+        """Captured plans of another builder, in the memory that this backend's captured plans share."""
+        spec, longest = self.config.speculative, self.config.context_len
+        bounds = {"seq_lens": longest, "extend_prefix_lens": longest, "encoder_lens": longest}
+        bounds |= {} if spec is None else {"verify_lens": spec.num_draft_tokens}
+        fresh = (self._ops, self.device, self._constants)
+        return Graphs(build, lambda kind, arena: kind(*fresh, arena), bounds, self._arena)
 
     def workspace(self) -> Workspace:
         """A fresh eager workspace on this backend's device."""
@@ -220,6 +226,7 @@ class AttentionBackend:
         if plan is None:
             raise BatchError("forward", wanted="a plan", got=None, hint="Call backend.plan(batch) first.")
         self._known(layer)
+        plan.ws.used()
         step = plan.steps[layer.layer_id]
         q = fused(q, q_rope, layer.num_q_heads, layer.head_dim)
         check_call(q, out, sinks, layer, self.config.dtype)
@@ -263,6 +270,7 @@ class AttentionBackend:
         if plan is None:
             raise BatchError("write_kv", wanted="a plan", got=None, hint="Call backend.plan(batch) first.")
         self._known(layer)
+        plan.ws.used()
         if not layer.cached:
             raise BatchError(f"layer {layer.layer_id}", wanted="a layer with a cache", got="kv_group='none'")
         k = fused(k, k_rope, layer.num_kv_heads, layer.head_dim)

@@ -9,20 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import attrs
 import torch
 
 from faback.core.batch import MIRRORED, ForwardBatch
 from faback.core.errors import BatchError, CapacityError, FabackError
-from faback.core.plan import Plan
 from faback.core.workspace import DeviceOps, Workspace
 
 Tensor = torch.Tensor
 
-Builder = Callable[[ForwardBatch, Workspace], Plan]
-"""`AttentionBackend.build`."""
+T = TypeVar("T")
 
 
 @attrs.define(eq=False)
@@ -32,10 +30,12 @@ class Arena:
 
     Attributes:
         sealed: nothing may grow any more.
+        streams: where plans were read since the memory was filled last.
     """
 
     device: torch.device
     sealed: bool = False
+    streams: set[torch.cuda.Stream] = attrs.field(factory=set)
     _buffers: dict[Any, Tensor] = attrs.field(factory=dict)
 
     def take(self, key: tuple[str, int, torch.dtype], shape: tuple[int, ...]) -> Tensor:
@@ -55,6 +55,14 @@ class Arena:
                 raise CapacityError(f"graph buffer {key[0]!r}", wanted=f"{size} elements", got=got, hint=hint)
             known = self._buffers[key] = torch.zeros(size, dtype=key[2], device=self.device)
         return known[:size].view(shape)
+
+    def wait(self) -> None:
+        """Makes the current stream wait until no other one reads the memory, which may then be filled anew."""
+        if self.streams:
+            current = torch.cuda.current_stream(self.device)
+            for stream in self.streams - {current}:
+                current.wait_stream(stream)
+            self.streams.clear()
 
     @property
     def nbytes(self) -> int:
@@ -82,6 +90,17 @@ class GraphWorkspace(Workspace):
         self._taken[name, dtype] = number + 1
         return self._arena.take((name, number, dtype), shape)
 
+    def used(self) -> None:
+        stream = self.stream()
+        if stream is not None:
+            self._arena.streams.add(stream)
+
+    def wait(self) -> None:
+        self._arena.wait()
+
+    def scratch(self, name: str, size: int, dtype: torch.dtype) -> Tensor:
+        return self._arena.take((name, -1, dtype), (size,))
+
     def launch(self, op: Callable[..., None], *inputs: Any, **params: Any) -> None:
         self.record.append(partial(op, *inputs, **params))
         op(*inputs, **params)
@@ -95,8 +114,8 @@ class MeasuringWorkspace(GraphWorkspace):
 
 
 @attrs.frozen(eq=False)
-class Captured:
-    """One plan that can be used again.
+class Captured(Generic[T]):
+    """One plan, or plans of several steps, that can be used again.
 
     Attributes:
         plan: as it was built.
@@ -104,7 +123,7 @@ class Captured:
         record: fills and updates in order.
     """
 
-    plan: Plan
+    plan: T
     batch: ForwardBatch
     record: tuple[Callable[[], None], ...]
 
@@ -115,7 +134,8 @@ class Captured:
             BatchError: a field of another size, or beyond a bound. Nothing has been copied then.
         """
         pairs = list(self._pairs(batch))
-        self._check_bounds(batch)
+        assert self.batch.bounds is not None
+        check_bounds(batch, self.batch.bounds)
         for mine, theirs in pairs:
             mine.copy_(theirs, non_blocking=True)
         for fill in self.record:
@@ -139,21 +159,12 @@ class Captured:
             hint = "A field that was not there at capture would be ignored."
             raise BatchError(f"batch.{name}", wanted=None, got="a tensor", hint=hint)
 
-    def _check_bounds(self, batch: ForwardBatch) -> None:
-        """Raises for a length that the host knows to be beyond what was captured."""
-        assert self.batch.bounds is not None
-        for name in MIRRORED:
-            longest, bound = batch.bound(name, 0), self.batch.bounds.get(name)
-            if bound is not None and longest > bound:
-                hint = f"Capture with bounds={{{name!r}: {longest}}} or more."
-                raise BatchError(f"batch.{name}", wanted=f"at most {bound}, as captured", got=longest, hint=hint)
 
-
-class Graphs:
+class Graphs(Generic[T]):
     """The captured plans of one backend.
 
     Args:
-        build: makes a plan in a workspace.
+        build: makes a plan, or one for each of several steps, in a workspace.
         workspace: makes a workspace of a kind on an arena.
         bounds: of lengths that no one else bounds, by name of the field.
         arena: where metadata lives.
@@ -161,13 +172,13 @@ class Graphs:
 
     def __init__(
         self,
-        build: Builder,
+        build: Callable[[ForwardBatch, Workspace], T],
         workspace: Callable[[type[GraphWorkspace], Arena], GraphWorkspace],
         bounds: Mapping[str, int],
         arena: Arena,
     ) -> None:
         self._build, self._workspace, self._bounds, self.arena = build, workspace, bounds, arena
-        self._captured: dict[Any, Captured] = {}
+        self._captured: dict[Any, Captured[T]] = {}
 
     def reserve(self, batches: Iterable[ForwardBatch], bounds: Mapping[str, int]) -> int:
         """Allocates for the largest batches, and seals the memory; returns its bytes."""
@@ -178,15 +189,16 @@ class Graphs:
         self.arena.sealed = True
         return self.arena.nbytes
 
-    def capture(self, batch: ForwardBatch, bounds: Mapping[str, int]) -> Plan:
+    def capture(self, batch: ForwardBatch, bounds: Mapping[str, int]) -> T:
         """Plans for the static tensors of a batch, and remembers how."""
         static = self._static(batch, bounds)
+        self.arena.wait()
         ws = self._workspace(GraphWorkspace, self.arena)
         plan = self._build(static, ws)
         self._captured[signature(batch)] = Captured(plan, static, tuple(ws.record))
         return plan
 
-    def replay(self, batch: ForwardBatch) -> Plan:
+    def replay(self, batch: ForwardBatch) -> T:
         """Brings a captured plan up to date with a batch."""
         captured = self._captured.get(signature(batch))
         if captured is None:
@@ -194,6 +206,7 @@ class Graphs:
             got = f"{batch.forward_mode} of {batch.bs} requests, {batch.num_tokens} tokens"
             hint = "Pad the batch to a size that was captured."
             raise BatchError("replay", wanted=f"one of {sizes}", got=got, hint=hint)
+        self.arena.wait()
         captured.load(batch)
         return captured.plan
 
@@ -205,6 +218,15 @@ class Graphs:
         usual |= {"extend_seq_lens": batch.num_tokens} if batch.extend_seq_lens is not None else {}
         mirrors: dict[str, Any] = {f"{name}_cpu": None for name in MIRRORED}
         return attrs.evolve(batch, bounds={**usual, **bounds}, **mirrors)
+
+
+def check_bounds(batch: ForwardBatch, bounds: Mapping[str, int]) -> None:
+    """Raises a `BatchError` for a length that the host knows to be beyond what was captured."""
+    for name in MIRRORED:
+        longest, bound = batch.bound(name, 0), bounds.get(name)
+        if bound is not None and longest > bound:
+            hint = f"Capture with bounds={{{name!r}: {longest}}} or more."
+            raise BatchError(f"batch.{name}", wanted=f"at most {bound}, as captured", got=longest, hint=hint)
 
 
 def signature(batch: ForwardBatch) -> tuple[Any, ...]:

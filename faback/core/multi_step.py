@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import attrs
@@ -16,6 +16,7 @@ from faback.core.layer import AttentionLayer
 from faback.core.plan import Plan
 from faback.core.pools import Pools
 from faback.core.registry import Registry
+from faback.core.workspace import Workspace
 
 Tensor = torch.Tensor
 
@@ -56,6 +57,7 @@ class MultiStepDraft:
         self.backend = AttentionBackend(config, pools, layers, registry=registry)
         self._forward_mode = forward_mode
         self._plans: tuple[Plan, ...] = ()
+        self._graphs = self.backend.graphs(self._build)
 
     def plan(self, batch: ForwardBatch) -> tuple[Plan, ...]:
         """Plans every step of one batch.
@@ -68,10 +70,27 @@ class MultiStepDraft:
             One plan per step.
         """
         self._plans = ()
-        ws = self.backend.workspace()
-        steps = (attrs.evolve(batch, forward_mode=self._forward_mode, draft_step=s) for s in range(self.num_steps))
-        self._plans = tuple(self.backend.build(step, ws) for step in steps)
+        self._plans = self._build(batch, self.backend.workspace())
         return self._plans
+
+    def reserve(self, batches: Iterable[ForwardBatch], bounds: Mapping[str, int] | None = None) -> int:
+        """`AttentionBackend.reserve` for all steps of the largest rounds; returns bytes."""
+        return self._graphs.reserve(batches, bounds or {})
+
+    def capture(self, batch: ForwardBatch, bounds: Mapping[str, int] | None = None) -> tuple[Plan, ...]:
+        """`AttentionBackend.capture` for all steps of a round; `forward` then uses its plans."""
+        self._plans = ()
+        self._plans = self._graphs.capture(batch, bounds or {})
+        return self._plans
+
+    def replay(self, batch: ForwardBatch) -> tuple[Plan, ...]:
+        """`AttentionBackend.replay` for all steps of a round; each fill serves every step and is issued once."""
+        self._plans = self._graphs.replay(batch)
+        return self._plans
+
+    def _build(self, batch: ForwardBatch, ws: Workspace) -> tuple[Plan, ...]:
+        steps = (attrs.evolve(batch, forward_mode=self._forward_mode, draft_step=s) for s in range(self.num_steps))
+        return tuple(self.backend.build(step, ws) for step in steps)
 
     def forward(
         self, step: int, q: Tensor, k: Tensor | None, v: Tensor | None, layer: AttentionLayer, **options: Any

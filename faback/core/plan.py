@@ -140,10 +140,12 @@ class Plan:
     Attributes:
         batch: what was planned.
         steps: by layer id; layers of one kind share one step.
+        ws: owns the metadata.
     """
 
     batch: ForwardBatch
     steps: dict[int, Step]
+    ws: Workspace
 
 
 @attrs.frozen(eq=False)

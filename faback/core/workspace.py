@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
+from faback.core.errors import CapacityError
 from faback.core.segment import KVView, KVWrite, Segment
 
 Tensor = torch.Tensor
@@ -159,6 +160,16 @@ class Workspace(abc.ABC):
     def buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Memory for one tensor, contents undefined."""
 
+    @abc.abstractmethod
+    def used(self) -> None:
+        """Says that what was made here is about to be read on the current stream, which may not be the one of the plan.
+
+        The stream must wait for the plan's by itself; what happens to the memory afterwards is taken care of.
+        """
+
+    def wait(self) -> None:
+        """Makes the current stream wait until nobody reads any more what is about to be filled anew."""
+
     def launch(self, op: Callable[..., None], *inputs: Any, **params: Any) -> None:
         """Issues a fill or an update: `op(*inputs, **params)`."""
         op(*inputs, **params)
@@ -250,12 +261,12 @@ class Workspace(abc.ABC):
 
         Kept for the life of the backend; whoever changes it leaves it zero where zero matters.
         """
-        stream = torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
-        known = self._constants.get(("scratch", name, stream))
-        if known is None or known.shape[0] < size:
-            known = torch.zeros(size, dtype=dtype, device=self.device)
-            self._constants["scratch", name, stream] = known
-        return known
+        key = "scratch", name, self.stream()
+        return self._constant(key, size, lambda: torch.zeros(size, dtype=dtype, device=self.device))
+
+    def stream(self) -> torch.cuda.Stream | None:
+        """The current stream of the device, None where there are none."""
+        return torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
 
     def processors(self) -> int:
         """How many multiprocessors there are to fill."""
@@ -265,19 +276,43 @@ class Workspace(abc.ABC):
 
     def uniform_offsets(self, rows: int, step: int = 1) -> Tensor:
         """int32 [rows + 1]: 0, step, 2 * step ...; kept for the life of the backend, so it costs nothing twice."""
-        known = self._constants.get(("uniform_offsets", step))
-        if known is None or known.shape[0] <= rows:
-            size = 1 << max(8, rows.bit_length())
-            known = torch.arange(size + 1, dtype=torch.int32, device=self.device) * step
-            self._constants["uniform_offsets", step] = known
+        size = (1 << max(8, rows.bit_length())) + 1
+        key = "uniform_offsets", step
+        known = self._constant(key, rows + 1, lambda: torch.arange(size, dtype=torch.int32, device=self.device) * step)
         return known[: rows + 1]
+
+    def _constant(self, key: Any, size: int, make: Callable[[], Tensor]) -> Tensor:
+        """A tensor of at least `size` elements that outlives the plan."""
+        known = self._constants.get(key)
+        if known is None or known.shape[0] < size:
+            if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                # It would be filled when the graph is replayed, and read by others before.
+                hint = "Call backend.reserve(batches) first, or capture(batch) once before the graph is recorded."
+                wanted = "to be made before a CUDA graph is recorded"
+                raise CapacityError(f"constant {key[0]!r}", wanted=wanted, got="recording", hint=hint)
+            known = self._constants[key] = make()
+        return known
 
 
 class EagerWorkspace(Workspace):
     """Fresh tensors for one plan, sized by the batch."""
 
+    def __init__(self, ops: DeviceOps, device: torch.device, constants: dict[Any, Tensor]) -> None:
+        super().__init__(ops, device, constants)
+        self._made: list[Tensor] = []
+        self._streams = {self.stream()}
+
     def buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.device)
+        made = torch.empty(shape, dtype=dtype, device=self.device)
+        self._made.append(made)
+        return made
+
+    def used(self) -> None:
+        stream = self.stream()
+        if stream is not None and stream not in self._streams:
+            self._streams.add(stream)
+            for tensor in self._made:
+                tensor.record_stream(stream)
 
 
 class DryWorkspace(EagerWorkspace):
