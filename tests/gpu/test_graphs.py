@@ -7,8 +7,16 @@ import random
 import pytest
 import torch
 
-from faback import AttentionBackend, AttentionLayer, BackendConfig, ForwardBatch, GraphRunner, MultiStepDraft, Pools
-from faback import SpeculativeConfig
+from faback import (
+    AttentionBackend,
+    AttentionLayer,
+    BackendConfig,
+    ForwardBatch,
+    GraphRunner,
+    MultiStepDraft,
+    Pools,
+    SpeculativeConfig,
+)
 from faback.pools import MHAPool
 from faback.testing import Scenario, run_scenario
 from gpu.marks import on_gpu
@@ -81,22 +89,22 @@ def batch_of(mode, lens, pools):
 
 
 def model_of(backend):
-    """Two layers, the second over the first one's output."""
+    """Two layers, the second over the first one's output. All keys are in the cache."""
 
-    def model(batch, q, k, v):
+    def model(batch, q):
         x = q
         for layer in LAYERS:
-            x = x + backend.forward(x, k, v, layer)
+            x = x + backend.forward(x, None, None, layer, save_kv_cache=False)
         return x
 
     return model
 
 
-def inputs(tokens, seed=0):
+def inputs(tokens, seed=0, **heads):
     generator = torch.Generator("cuda").manual_seed(seed)
     return {
-        name: torch.randn(tokens, heads, 64, dtype=BF16, device="cuda", generator=generator)
-        for name, heads in (("q", 8), ("k", 2), ("v", 2))
+        name: torch.randn(tokens, count, 64, dtype=BF16, device="cuda", generator=generator)
+        for name, count in {"q": 8, **heads}.items()
     }
 
 
@@ -129,7 +137,7 @@ def test_two_hundred_alternations(mode):
     held = torch.cuda.memory_reserved()
     found = []
     with no_waiting():
-        for number in range(200):
+        for _ in range(200):
             batch, tensors, wanted = batches[pick.randrange(len(batches))]
             got = runner.run(batch, **tensors)
             found.append((got.float() - wanted.float()).abs().max() + got.isnan().any())
@@ -166,7 +174,7 @@ def test_the_next_pass_waits_for_one_on_another_stream():
 
 def test_plans_from_a_side_stream_outlive_their_successors():
     """Eager: plan B takes memory on the planning stream while A's kernels still wait to run on another one."""
-    backend, model = make(), None
+    backend = make()
     main, side = torch.cuda.current_stream(), torch.cuda.Stream()
     lens = [[500] * 8, [3, 9] * 4]
     batches = [batch_of("target_verify", some, backend.pools) for some in lens]
@@ -212,10 +220,10 @@ def test_all_steps_of_a_draft_are_one_graph():
         return model
 
     draft, plain = make(MultiStepDraft), make(MultiStepDraft)
-    runner = GraphRunner(draft, model_of(draft), rounds([1] * 8), inputs(16), sizes=(1, 4, 8))
+    runner = GraphRunner(draft, model_of(draft), rounds([1] * 8), inputs(16, k=2, v=2), sizes=(1, 4, 8))
     runner.capture()
     for lens in ([400, 3], [77], [5, 500, 6, 7, 8], [1] * 8):
-        batch, tensors = rounds(lens), inputs(2 * len(lens))
+        batch, tensors = rounds(lens), inputs(2 * len(lens), k=2, v=2)
         plain.plan(batch)
         wanted = model_of(plain)(batch, **tensors).clone()
         with no_waiting():
