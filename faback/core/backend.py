@@ -59,7 +59,7 @@ class AttentionBackend:
         self.registry = Registry.load(config, BUILTINS) if registry is None else registry
         self.layers = by_id(layers)
         self.device = pools.device
-        self._context = PlanContext(config, pools)
+        self._context = PlanContext(config, pools, tuple(self.layers.values()))
         self._modes = self.registry.modes(config)
         self._overlays = self.registry.overlays(config)
         self._selector = Selector(config, self.registry, self.device)

@@ -10,7 +10,7 @@ import torch
 from faback.core.batch import ForwardBatch
 from faback.core.config import BackendConfig
 from faback.core.kernel import KernelRequest
-from faback.core.layer import LayerKind
+from faback.core.layer import AttentionLayer, LayerKind
 from faback.core.pools import Pools
 from faback.core.segment import Segment
 from faback.core.workspace import Workspace
@@ -23,10 +23,12 @@ class PlanContext:
     Attributes:
         config: the backend's configuration.
         pools: the engine's pools.
+        layers: every attention layer of the model, for plugins that keep something for each of them.
     """
 
     config: BackendConfig
     pools: Pools
+    layers: tuple[AttentionLayer, ...] = ()
 
     @property
     def page_size(self) -> int:

@@ -122,6 +122,20 @@ def test_a_layer_whose_overlay_is_switched_off_is_refused(world, layer, plugin, 
         made.run(made.layers[0])
 
 
+def test_plugins_know_every_layer_when_they_are_bound(world, layer):
+    seen = []
+
+    class Listing(Decode):
+        key = "listing"
+
+        def bind(self, ctx):
+            seen.append(ctx.layers)
+
+    layers = [layer(3), layer(0, window=2)]
+    made = world(layers, [1], [1], points=[Point(faback_modes=[Listing()])])
+    assert [tuple(made.backend.layers.values())] == seen == [tuple(layers)]
+
+
 # --- plan -------------------------------------------------------------------------------------------------------------
 
 
