@@ -18,6 +18,7 @@ class Case:
         tree: the new tokens are a tree to verify.
         latent: heads of a multi-head latent attention layer (absorbed, 512 + 64), 0 for a plain layer.
         target_us: what it is meant to take, microseconds.
+        eager_target_us: likewise planned and launched anew, without a graph.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Case:
     tree: bool = False
     latent: int = 0
     target_us: float | None = None
+    eager_target_us: float | None = None
 
     @property
     def mode(self) -> str:
@@ -74,3 +76,15 @@ CASES = (
     decode(64, 4096, None, latent=128, page_size=64),
 )
 """Targets are those of the project for one H200; None where it has none."""
+
+STEPS = (
+    decode(64, 4096, 7883),
+    decode(64, 4096, 8064, page_size=1),
+    decode(256, 1024, 8445),
+    attrs.evolve(decode(1, 8192, 598), eager_target_us=1481),
+    attrs.evolve(verify(32, 4096, 8, 4640), page_size=1),
+    attrs.evolve(verify(32, 4096, 64, 9674), page_size=1),
+    Case("extend 4 x 2048", ((0, 2048),) * 4),
+)
+"""Whole steps of 32 layers. Targets: the reference backend's figures on an H200 by 1.15, for trees by 1.6 and 2.5, for
+the eager step by 3."""

@@ -7,14 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from importlib.util import find_spec
-from itertools import accumulate
 from typing import Any
 
-import torch
-
 from faback.bench.cases import CASES, Case
-from faback.bench.problem import DIM, KV_HEADS, SCALES, Problem
+from faback.bench.problem import Problem
+from faback.bench.rivals import attention
 from faback.bench.timing import graph_us
 
 COPY_BYTES_PER_US = 4.2e6
@@ -47,11 +44,11 @@ def measure(case: Case, kernels: Sequence[str]) -> dict[str, Any]:
         "floor_us": round(problem.live_bytes() / COPY_BYTES_PER_US, 1),
         "target_us": case.target_us,
     }
-    rival = _attempt(row, "fa3", lambda: fa3(problem))
+    rival = attempt(row, "fa3", lambda: attention(problem))
     if rival is not None:
-        _attempt(row, "fa3", lambda: row.update(fa3_us=round(graph_us(rival), 2)))
+        attempt(row, "fa3", lambda: row.update(fa3_us=round(graph_us(rival), 2)))
     for kernel in kernels:
-        found = _attempt(row, kernel, partial(_figures, problem, kernel))
+        found = attempt(row, kernel, partial(_figures, problem, kernel))
         row.update(found or {})
         if f"{kernel}_us" in row and "fa3_us" in row:
             row[f"{kernel}_over_fa3"] = round(row[f"{kernel}_us"] / row["fa3_us"], 3)
@@ -60,53 +57,27 @@ def measure(case: Case, kernels: Sequence[str]) -> dict[str, Any]:
 
 def _figures(problem: Problem, kernel: str) -> dict[str, float]:
     backend = problem.backend(kernel)
-    error = problem.error(backend)
+    run = problem.run(backend)
+    error = checked(problem, run)
+    return {f"{kernel}_us": round(graph_us(run), 2), f"{kernel}_error": round(error, 5)}
+
+
+def checked(problem: Problem, call: Callable[[], Any]) -> float:
+    """The relative error of a call.
+
+    Raises:
+        ArithmeticError: it is too large for the figure to count.
+    """
+    error = problem.error(call)
     if not error < ERROR_BOUND:
         raise ArithmeticError(f"relative error {error:.4f}")
-    return {f"{kernel}_us": round(graph_us(problem.run(backend)), 2), f"{kernel}_error": round(error, 5)}
+    return error
 
 
-def _attempt(row: dict[str, Any], name: str, call: Callable[[], Any]) -> Any:
+def attempt(row: dict[str, Any], name: str, call: Callable[[], Any]) -> Any:
     """The call's result; a failure becomes part of the row, and the other kernels and cases go on."""
     try:
         return call()
     except Exception as error:  # noqa: BLE001
         row[f"{name}_failed"] = f"{type(error).__name__}: {error}"[:200]
         return None
-
-
-def fa3(problem: Problem) -> Callable[[], Any] | None:
-    """FlashAttention 3 on the same cache; None where it is not installed or has no such attention."""
-    case = problem.case
-    if case.tree or case.latent or find_spec("flash_attn_interface") is None:
-        return None
-    from flash_attn_interface import flash_attn_with_kvcache
-
-    device, page = problem.device, case.page_size
-    k, v = (buffer.view(-1, page, KV_HEADS, DIM) for buffer in problem.kv.buffers(problem.layer))
-    new = [n for _, n in case.lens]
-    total = torch.tensor([c + n for c, n in case.lens], dtype=torch.int32, device=device)
-    table = (problem.pools.req_to_token[1:, ::page] // page).to(torch.int32).contiguous()
-    offsets = torch.tensor(list(accumulate(new, initial=0)), dtype=torch.int32, device=device)
-    q, extra = problem.q, {}
-    if case.fp8:
-        q = q.to(torch.float8_e4m3fn)
-        ones = torch.ones(len(new), KV_HEADS, device=device)
-        extra = {"q_descale": ones, "k_descale": ones * SCALES["k_scale"], "v_descale": ones * SCALES["v_scale"]}
-
-    def call() -> Any:
-        return flash_attn_with_kvcache(
-            q,
-            k,
-            v,
-            cache_seqlens=total,
-            page_table=table,
-            cu_seqlens_q=offsets,
-            max_seqlen_q=max(new),
-            causal=True,
-            window_size=(-1, -1) if case.window is None else (case.window, 0),
-            softmax_scale=problem.layer.scale,
-            **extra,
-        )
-
-    return call

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
+import attrs
 import torch
 
 from faback.bench.cases import Case
@@ -29,21 +30,26 @@ class Problem:
         case: the shape.
         device: where it lies.
         seed: of all random numbers.
+        layers: how many there are, each with keys and values of its own.
     """
 
-    def __init__(self, case: Case, device: torch.device | str = "cuda", seed: int = 0) -> None:
+    def __init__(self, case: Case, device: torch.device | str = "cuda", seed: int = 0, layers: int = 1) -> None:
         self.case, self.device = case, torch.device(device)
         self._random = torch.Generator().manual_seed(seed)
         self._random_there = torch.Generator(self.device).manual_seed(seed)
         self.layer = _layer(case)
+        self.layers = [attrs.evolve(self.layer, layer_id=number) for number in range(layers)]
         table, pages = self._table()
-        self.kv = _pool(case, self.layer, pages, self.device)
-        for buffer in self.kv.buffers(self.layer):
-            buffer.copy_(self._noise(*buffer.shape))
+        self.kv = _pool(case, self.layers, pages, self.device)
+        for layer in self.layers:
+            for buffer in self.kv.buffers(layer):
+                buffer.copy_(self._noise(*buffer.shape))
         self.pools = Pools(req_to_token=table.to(self.device), kv=self.kv)
         self.begins = list(accumulate((new for _, new in case.lens), initial=0))
         self.q = self._noise(self.begins[-1], self.layer.num_q_heads, self.layer.head_dim)
         self.out = torch.empty_like(self.q[..., : self.layer.v_head_dim], memory_format=torch.contiguous_format)
+        self.k = self._noise(self.begins[-1], self.layer.num_kv_heads, self.layer.head_dim)
+        self.v = self._noise(self.begins[-1], self.layer.num_kv_heads, self.layer.v_head_dim)
         self.batch = self._batch(table)
 
     def backend(self, kernel: str) -> AttentionBackend:
@@ -52,13 +58,22 @@ class Problem:
         speculative = SpeculativeConfig(topk=4, num_steps=4, num_draft_tokens=drafts) if self.case.tree else None
         longest = self.pools.req_to_token.shape[1]
         config = BackendConfig(context_len=longest, kernels=kernel, speculative=speculative)
-        backend = AttentionBackend(config, self.pools, [self.layer])
+        backend = AttentionBackend(config, self.pools, self.layers)
         backend.plan(self.batch)
         return backend
 
     def run(self, backend: AttentionBackend) -> Callable[[], Any]:
         """The attention of one layer, keys already written."""
         return lambda: backend.forward(self.q, None, None, self.layer, out=self.out, save_kv_cache=False)
+
+    def step(self, backend: AttentionBackend) -> Callable[[], Any]:
+        """All layers, each writing its new keys and values and attending: the attention of one forward pass."""
+
+        def run() -> None:
+            for layer in self.layers:
+                backend.forward(self.q, self.k, self.v, layer, out=self.out)
+
+        return run
 
     def live_bytes(self) -> int:
         """Bytes of the keys and values that any query sees."""
@@ -68,14 +83,17 @@ class Problem:
         width = layer.head_dim if layer.latent else layer.head_dim + layer.v_head_dim
         return reach * layer.num_kv_heads * width * size
 
-    def error(self, backend: AttentionBackend) -> float:
+    def error(self, call: Callable[[], Any]) -> float:
         """Relative error (Frobenius) of the last queries of some requests against plain float32 attention.
+
+        Args:
+            call: writes `out`, last of all that of the last layer.
 
         Raises:
             AssertionError: rows that were not written.
         """
         self.out.fill_(float("nan"))
-        self.run(backend)()
+        call()
         assert not self.out.isnan().any(), "rows that were not written"
         rows = len(self.case.lens)
         return max(self._row_error(row) for row in sorted({0, rows // 2, rows - 1}))
@@ -84,7 +102,7 @@ class Problem:
         (cached, new), layer = self.case.lens[row], self.layer
         last = min(new, CHECKED_QUERIES)
         slots = self.pools.req_to_token[row + 1, : cached + new].long()
-        keys, values = (buffer[slots].float() for buffer in self.kv.buffers(layer))
+        keys, values = (buffer[slots].float() for buffer in self.kv.buffers(self.layers[-1]))
         if self.case.fp8:
             keys, values = keys * SCALES["k_scale"], values * SCALES["v_scale"]
         end = self.begins[row + 1]
@@ -158,7 +176,7 @@ def _layer(case: Case) -> AttentionLayer:
     return AttentionLayer(layer_id=0, window=case.window, **heads | (SCALES if case.fp8 else {}))
 
 
-def _pool(case: Case, layer: AttentionLayer, pages: int, device: torch.device) -> MHAPool | MLAPool:
+def _pool(case: Case, layers: list[AttentionLayer], pages: int, device: torch.device) -> MHAPool | MLAPool:
     dtype = torch.float8_e4m3fn if case.fp8 else torch.bfloat16
     kind = MLAPool if case.latent else MHAPool
-    return kind(num_pages=pages, page_size=case.page_size, layers=[layer], dtype=dtype, device=device)
+    return kind(num_pages=pages, page_size=case.page_size, layers=layers, dtype=dtype, device=device)

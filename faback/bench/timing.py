@@ -1,8 +1,9 @@
-"""How long work takes on a GPU."""
+"""How long work takes on a GPU, and on the host that asks for it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -31,6 +32,35 @@ def graph_us(call: Callable[[], Any], replays: int = 25) -> float:
         graph.replay()
     times = sorted(_elapsed_us(graph.replay) / count for _ in range(replays))
     return times[len(times) // 2]
+
+
+def host_us(call: Callable[[], Any], calls: int = 50, *, wait: bool = False) -> float:
+    """Median microseconds that the host spends in a call, on an idle device.
+
+    Args:
+        call: what is timed.
+        calls: how many.
+        wait: count the time until the device has done what was asked for.
+    """
+    call()
+    times = []
+    for _ in range(calls):
+        torch.cuda.synchronize()
+        start = perf_counter()
+        call()
+        if wait:
+            torch.cuda.synchronize()
+        times.append((perf_counter() - start) * 1e6)
+    return sorted(times)[calls // 2]
+
+
+def launches(call: Callable[[], Any]) -> int:
+    """Kernels, copies and fills that a call puts on the device."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    return sum(event.device_type.name == "CUDA" for event in profile.events())
 
 
 def _elapsed_us(call: Callable[[], Any]) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,8 +16,7 @@ import faback
 from faback.cli.output import main_console, side_console, table
 from faback.core.errors import ConfigError
 
-SUITES = ("kernels",)
-COLUMNS = ("case", "floor_us", "target_us", "fa3_us")
+SUITES = ("kernels", "step")
 
 
 def command(
@@ -31,22 +31,26 @@ def command(
         raise ConfigError("--suite", wanted=f"one of {', '.join(SUITES)}", got=suite)
     if not torch.cuda.is_available():
         raise ConfigError("faback bench", wanted="a CUDA GPU", got="none", hint="Kernels are timed where they run.")
-    from faback.bench.kernels import run
-
-    kernels = kernel or ["triton"]
     rows = []
-    for row in run(kernels, only):
+    for row in _rows(suite, kernel or ["triton"], only):
         side_console().print(" ".join(f"{name}={value}" for name, value in row.items()), highlight=False)
         rows.append(row)
     if json_file is not None:
         report = environment(commit) | {"suite": suite, "rows": rows}
         json_file.parent.mkdir(parents=True, exist_ok=True)
         json_file.write_text(json.dumps(report, indent=1) + "\n")
-    columns = (*COLUMNS, *(f"{name}{suffix}" for name in kernels for suffix in ("_us", "_error", "_over_fa3")))
+    columns = tuple(dict.fromkeys(name for row in rows for name in row))
     shown = [[row.get(column, "") for column in columns] for row in rows]
     main_console().print(table(f"Suite {suite}, {torch.cuda.get_device_name()}", columns, shown))
     if any(name.endswith("_failed") and not name.startswith("fa3") for row in rows for name in row):
         raise typer.Exit(1)
+
+
+def _rows(suite: str, kernels: Sequence[str], only: str) -> Iterator[dict[str, Any]]:
+    from faback.bench import kernels as attention
+    from faback.bench import steps
+
+    return {"kernels": attention.run, "step": steps.run}[suite](kernels, only)
 
 
 def environment(commit: str | None = None) -> dict[str, Any]:
