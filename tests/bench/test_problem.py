@@ -25,7 +25,7 @@ def test_the_reference_solves_it(case, page_size):
     assert problem.error(problem.run(problem.backend("reference"))) < 0.01
 
 
-@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [case for case in SMALL if case.lens[0][0]], ids=lambda case: case.name)
 def test_a_step_of_several_layers_is_judged_by_the_last(case):
     problem = Problem(case, "cpu", layers=3)
     backend = problem.backend("reference")
