@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+from faback.bench import writes
 from faback.bench.cases import CASES, Case
 from faback.bench.problem import Problem
 from faback.bench.rivals import attention
 from faback.bench.timing import graph_us
+from faback.kernels.triton.ops import TritonOps
 
 COPY_BYTES_PER_US = 4.2e6
 """What a device copy moves on an H200, for the floor."""
@@ -29,11 +31,12 @@ def run(kernels: Sequence[str], only: str = "") -> Iterator[dict[str, Any]]:
 
     Yields:
         Per case: name, floor and target in microseconds, and of each kernel its median, error and ratio to FA3. A
-        kernel that fails, or is wrong, has "failed" in place of its figures.
+        kernel that fails, or is wrong, has "failed" in place of its figures. Then KV writes beside a copy.
     """
     for case in CASES:
         if only in case.name:
             yield measure(case, kernels)
+    yield from writes.run(TritonOps(), only)
 
 
 def measure(case: Case, kernels: Sequence[str]) -> dict[str, Any]:

@@ -6,6 +6,8 @@ import torch
 
 from faback.bench.cases import CASES, Case
 from faback.bench.problem import Problem
+from faback.bench.writes import written
+from faback.kernels.torch_ops import TorchOps
 
 SMALL = (
     Case("decode", ((40, 1), (7, 1), (99, 1))),
@@ -68,3 +70,16 @@ def test_timing_needs_a_gpu():
         pytest.skip("there is a GPU here")
     result = CliRunner().invoke(build_app(), ["bench"])
     assert result.exit_code == 2 and "a CUDA GPU" in result.output
+
+
+@pytest.mark.parametrize(("dtype", "scale"), [(torch.bfloat16, None), (torch.float8_e4m3fn, 0.5)])
+def test_a_write_is_looked_at(dtype, scale):
+    where = torch.device("cpu")
+    written(TorchOps(), 64, dtype, scale, where)()
+
+    class Elsewhere(TorchOps):
+        def set_kv(self, k, v, k_cache, v_cache, write, *scales):
+            super().set_kv(k, v.flip(0), k_cache, v_cache, write, *scales)
+
+    with pytest.raises(ArithmeticError, match="something else"):
+        written(Elsewhere(), 64, dtype, scale, where)
