@@ -50,11 +50,23 @@ class Engine:
         graphs: replay captured plans instead of planning.
         layers: all in one pool; two alike unless given.
         apart: each layer chooses for itself.
-        more: fields of the configuration.
+        more: fields of the configuration; `kv_dtype` of the pool, with which outputs are not compared, since it rounds.
     """
 
-    def __init__(self, settings, *, page=1, kernel="reference", graphs=False, layers=None, apart=False, seed=0, **more):
+    def __init__(
+        self,
+        settings,
+        *,
+        page=1,
+        kernel="reference",
+        graphs=False,
+        layers=None,
+        apart=False,
+        seed=0,
+        **more,
+    ):
         self.options, self.page = Options(**settings), page
+        self.coarse = "kv_dtype" in more
         given = layers or [layer(0), layer(1)]
         pages = 3 * CONTEXT // page + 4
         self.kv = MHAPool(num_pages=pages, page_size=page, layers=given, dtype=more.pop("kv_dtype", torch.float32))
@@ -197,18 +209,24 @@ class Engine:
                     store.append(fresh[token].clone())
                 token += 1
         padding = torch.full((pad, KV_HEADS, DIM), torch.nan)
-        out = self.runner.forward(q, torch.cat([k, padding]), torch.cat([v, padding]), one)
+        sinks = self.noise(HEADS) if one.sinks else None
+        given = (q, torch.cat([k, padding]), torch.cat([v, padding]), one)
+        results = self.runner.forward(*given, sinks=sinks, return_lse=True)
         token = 0
-        for row, new in work:
-            mine, values = self.keys(row, one.layer_id), torch.stack(self.text[row][one.layer_id][1])
+        for row, new in () if self.coarse else work:
+            mine, values = (torch.stack(stored) for stored in self.text[row][one.layer_id])
             positions = torch.arange(self.length[row])
             own = positions[self.length[row] - new :, None]
             seen = masks.get((one.kind, row))
             if seen is None:
                 seen = positions <= own if one.window is None else (positions <= own) & (positions >= own - one.window)
-            wanted, _ = oracle_attention(q[token : token + new], mine, values, seen, scale=one.scale)
-            got = out[token : token + new].double()
-            torch.testing.assert_close(got, wanted, atol=2e-5, rtol=0, msg=lambda m, row=row: f"row {row}: {m}")
+            scores = {"scale": one.scale, "softcap": one.softcap, "sinks": sinks}
+            wanted = oracle_attention(q[token : token + new], mine, values, seen, **scores)
+            for got, right in zip(results, wanted, strict=True):
+                got = got[token : token + new].double()
+                torch.testing.assert_close(got, right, atol=2e-5, rtol=1e-6, msg=lambda m, row=row: f"row {row}: {m}")
             token += new
+        out, lse = results
+        assert lse[total:].eq(-torch.inf).all()
         assert not out[total:].any(), "padding is not 0"
         return out

@@ -74,6 +74,13 @@ def test_other_layers_see_what_they_always_see(graphs):
 
 
 @eager_and_graphs
+@every_kernel
+def test_sinks_softcap_and_scales_go_with_it(kernel, graphs):
+    scales = {"k_scale": torch.tensor([0.5, 3.0]), "v_scale": 2.0}
+    converse(engine(SIZES[5], kernel=kernel, graphs=graphs, layers=[layer(0, sinks=True, softcap=2.0, **scales)]))
+
+
+@eager_and_graphs
 def test_layers_of_groups_of_their_own_choose_for_themselves(graphs):
     made = engine(SIZES[5], graphs=graphs, apart=True)
     assert len(made.memory.kinds) == 2
