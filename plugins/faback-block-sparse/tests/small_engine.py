@@ -10,7 +10,7 @@ from faback import AttentionBackend, AttentionLayer, BackendConfig, ForwardBatch
 from faback.builtins import BUILTINS
 from faback.core.registry import Registry
 from faback.kernels.reference import Reference
-from faback.pools import MHAPool, PageAllocator
+from faback.pools import MHAPool, MLAPool, PageAllocator
 from faback.testing import oracle_attention
 from faback.testing.late import Late, Replayed
 from faback.testing.poor import Poor
@@ -38,6 +38,14 @@ def registry(config):
 def layer(layer_id, **fields):
     sizes = {"num_q_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": DIM}
     return AttentionLayer(layer_id=layer_id, **{**sizes, **fields})
+
+
+def shuffled(allocator, seed):
+    """An allocator whose pages come in no order."""
+    pages = allocator.alloc_pages(allocator.available_pages).view(-1, allocator.page_size)
+    for page in pages[torch.randperm(len(pages), generator=torch.Generator().manual_seed(seed))]:
+        allocator.free(page)
+    return allocator
 
 
 class Engine:
@@ -69,28 +77,26 @@ class Engine:
         self.coarse = "kv_dtype" in more
         given = layers or [layer(0), layer(1)]
         pages = 3 * CONTEXT // page + 4
-        self.kv = MHAPool(num_pages=pages, page_size=page, layers=given, dtype=more.pop("kv_dtype", torch.float32))
+        pool = MLAPool if given[0].latent else MHAPool
+        self.kv = pool(num_pages=pages, page_size=page, layers=given, dtype=more.pop("kv_dtype", torch.float32))
         for one in given:
             for buffer in self.kv.buffers(one):
                 buffer.fill_(torch.nan)
         self.layers = list(own_groups(given)) if apart else given
-        pool = GroupPerLayer(self.kv) if apart else self.kv
-        self.allocator = PageAllocator(pages, page)
-        held = self.allocator.alloc_pages(min(40, pages // 3))
-        shuffled = held.view(-1, page)[torch.randperm(held.numel() // page, generator=torch.Generator().manual_seed(4))]
+        used = GroupPerLayer(self.kv) if apart else self.kv
+        self.allocator = shuffled(PageAllocator(pages, page), seed)
         self.table = torch.full((ROWS + 1, CONTEXT), 1 << 30)
         kernel = "late reference" if graphs and kernel == "reference" else kernel
         config = BackendConfig(
             context_len=CONTEXT, dtype=torch.float32, kernels=kernel, options={"block_sparse": settings}, **more
         )
-        self.pools = Pools(req_to_token=self.table, kv=pool)
+        self.pools = Pools(req_to_token=self.table, kv=used)
         if graphs:
             self.runner = Replayed(config, self.pools, self.layers, registry(config))
             self.backend = self.runner.backend
         else:
             self.runner = self.backend = AttentionBackend(config, self.pools, self.layers, registry=registry(config))
-        self.allocator.free(shuffled.flatten())
-        self.sparse = sparse_layers(self.layers, pool)
+        self.sparse = sparse_layers(self.layers, used)
         self.memory = self.backend.modes["block_sparse_decode"].value.memory
         for summaries in self.memory.kinds.values():
             summaries.bounds.fill_(torch.nan)
@@ -165,23 +171,22 @@ class Engine:
         given = {**fields, **extras, "table": self.table}
         before = {key: value.clone() for key, value in given.items()}
         self.runner.plan(batch)
-        masks = {} if plain else self.masks(work, query)
+        masks = {} if plain else self.masks(work, query, decode)
         results = [self.attend(one, work, pad, masks, keys or {}) for one in self.layers]
         for key, value in given.items():
             torch.testing.assert_close(value, before[key], rtol=0, atol=0, equal_nan=True, msg=f"{key} changed")
         return batch, results
 
-    def masks(self, work, query):
+    def masks(self, work, query, decode):
         """bool [new, tokens] per block-sparse kind of layers and request; brings `known` up to date."""
         found = {}
         for index, (row, new) in enumerate(work):
-            self.known[row] = self.reached(row, new)
+            self.known[row] = self.reached(row, new) if decode else self.length[row] - new
             for kind, summaries in self.memory.kinds.items():
                 ids = [one.layer_id for one in summaries.layers]
+                unknown = torch.full((kind.num_kv_heads, DIM), torch.nan)
                 # The keys of this pass do not exist yet: nobody may look at them.
-                texts = [
-                    torch.stack([*self.text[row][i][0], *[torch.full((KV_HEADS, DIM), torch.nan)] * new]) for i in ids
-                ]
+                texts = [torch.stack([*self.text[row][i][0], *[unknown] * new]) for i in ids]
                 places = [next(p for p, one in enumerate(self.sparse) if one.layer_id == i) for i in ids]
                 queries = [query[p, index].repeat_interleave(HEADS // query.shape[2], 0) for p in places]
                 sizes = {"new": new, "known": self.known[row], "options": self.options, "page": self.page}
@@ -200,18 +205,18 @@ class Engine:
         """Writes and attends in one layer, and compares; returns the output."""
         total = sum(new for _, new in work)
         q = torch.cat([self.noise(total, HEADS, DIM), torch.full((pad, HEADS, DIM), torch.nan)])
-        k, v = (self.noise(total, KV_HEADS, DIM) for _ in "kv")
+        k, v = (self.noise(total, one.num_kv_heads, dim) for dim in (DIM, one.v_head_dim))
         token = 0
         for row, new in work:
             for position in range(self.length[row] - new, self.length[row]):
                 k[token] = keys.get((row, one.layer_id, position), k[token])
-                for store, fresh in zip(self.text[row][one.layer_id], (k, v), strict=True):
+                fresh_v = k[..., : one.v_head_dim] if one.latent else v
+                for store, fresh in zip(self.text[row][one.layer_id], (k, fresh_v), strict=True):
                     store.append(fresh[token].clone())
                 token += 1
-        padding = torch.full((pad, KV_HEADS, DIM), torch.nan)
         sinks = self.noise(HEADS) if one.sinks else None
-        given = (q, torch.cat([k, padding]), torch.cat([v, padding]), one)
-        results = self.runner.forward(*given, sinks=sinks, return_lse=True)
+        given = [torch.cat([x, torch.full((pad, *x.shape[1:]), torch.nan)]) for x in (k, v)]
+        results = self.runner.forward(q, *given, one, sinks=sinks, return_lse=True)
         token = 0
         for row, new in () if self.coarse else work:
             mine, values = (torch.stack(stored) for stored in self.text[row][one.layer_id])

@@ -138,7 +138,7 @@ def test_an_overlay_that_does_not_go_with_it():
     backend = AttentionBackend(backend.config, backend.pools, backend.layers.values(), registry=backend.registry)
     with pytest.raises(ConfigError) as error:
         backend.plan(batch())
-    refused(error, "block-sparse layers: wanted causal segments, got window", "overlay")
+    refused(error, "block-sparse layers: wanted the mode's own causal segment, got window", "overlay")
 
 
 def test_a_replay_wants_the_summary_that_was_captured():

@@ -112,6 +112,18 @@ def test_a_limited_plan_goes_on_where_the_last_one_ended(limit, graphs):
     assert reached[-1] == 75 if limit > 4 else reached[-1] == 64
 
 
+@eager_and_graphs
+def test_a_pass_without_tokens_takes_in_what_a_limit_would_leave(graphs):
+    made = Engine({**SETTINGS, "catch_up": 1}, page=4, graphs=graphs)
+    made.step([(1, 60), (2, 33)], plain=True)
+    made.step([(1, 0), (2, 0)], mode="extend")
+    assert (made.known[1], made.known[2]) == (60, 33)
+    for _ in range(9):
+        made.step([(1, 1), (2, 1)])
+        check(made, 1, 2)
+    assert (made.known[1], made.known[2]) == (68, 41)
+
+
 def test_a_plan_that_is_made_twice_changes_nothing():
     made = Engine(SETTINGS, page=4)
     made.step([(1, 45)])

@@ -59,7 +59,7 @@ def test_what_plans_have_not_taken_in_yet_is_seen(kernel, graphs, limit):
 @pytest.mark.parametrize("sizes", [SIZES[1], SIZES[3]], ids=["page 1", "page 16"])
 def test_with_room_for_all_blocks_it_is_plain_attention(sizes, kernel, monkeypatch):
     """The expectation here is causality and nothing of the plugin."""
-    monkeypatch.setattr(Engine, "masks", lambda self, work, query: {})
+    monkeypatch.setattr(Engine, "masks", lambda *_: {})
     converse(engine(sizes, kernel=kernel, settings={"top_k": 1000, "local_blocks": 1}))
     with pytest.raises(AssertionError, match="not close"):
         converse(engine(sizes, kernel=kernel, settings={"top_k": 1, "local_blocks": 1}))
@@ -78,6 +78,13 @@ def test_other_layers_see_what_they_always_see(graphs):
 def test_sinks_softcap_and_scales_go_with_it(kernel, graphs):
     scales = {"k_scale": torch.tensor([0.5, 3.0]), "v_scale": 2.0}
     converse(engine(SIZES[5], kernel=kernel, graphs=graphs, layers=[layer(0, sinks=True, softcap=2.0, **scales)]))
+
+
+@eager_and_graphs
+@every_kernel
+def test_latent_layers(kernel, graphs):
+    latent = {"num_kv_heads": 1, "head_dim": DIM, "v_head_dim": 5, "latent": True}
+    converse(engine(SIZES[5], kernel=kernel, graphs=graphs, layers=[layer(0, **latent), layer(1, **latent)]))
 
 
 @eager_and_graphs

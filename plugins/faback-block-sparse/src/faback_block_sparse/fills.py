@@ -31,8 +31,8 @@ def known(out: Tensor, done: Tensor, *, segment: Segment, page: int, pages: int)
 
 
 def remember(done: Tensor, rows: Tensor, reached: Tensor) -> None:
-    """done[rows[b]] = reached[b]; row 0 is padding's and has none."""
-    done[rows.long()] = reached * (rows != 0)
+    """done[rows[b]] = reached[b], which is 0 in rows of padding."""
+    done[rows.long()] = reached
 
 
 def pieces(out: Tensor, *, segment: Segment, block: int) -> None:

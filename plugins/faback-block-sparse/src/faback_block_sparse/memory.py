@@ -62,9 +62,15 @@ class Memory:
         assert self.done is not None
         self.done[req_pool_indices.long()] = 0
 
-    def catch_up(self, segment: Segment, ws: Workspace, ctx: PlanContext) -> Tensor:
-        """Takes in the tokens that were cached since the requests' last plans; returns `Choice.known`."""
-        view, page, limit = segment.kv, ctx.page_size, self.options.catch_up
+    def catch_up(self, segment: Segment, ws: Workspace, ctx: PlanContext, limit: int | None) -> Tensor:
+        """Takes in the tokens that were cached since the requests' last plans; returns `Choice.known`.
+
+        Args:
+            segment: what is planned.
+            ws, ctx: as for a mode.
+            limit: the most tokens of each request, rounded up to whole pages.
+        """
+        view, page = segment.kv, ctx.page_size
         assert view is not None and self.done is not None
         pages = -(-segment.max_kv_len // page) if limit is None else (limit + page - 2) // page + 1
         reached = ws.fill("known", (2, segment.rows), known, self.done, segment=segment, page=page, pages=pages)

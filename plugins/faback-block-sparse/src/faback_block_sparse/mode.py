@@ -30,15 +30,16 @@ class BlockSparse(Mode):
     Args:
         plain: the other mode: "decode" or "extend".
         memory: what all modes of the backend remember together.
+        limit: the most tokens of a request that a plan takes into its summaries.
 
     Attributes:
         memory: likewise.
     """
 
-    def __init__(self, plain: Mode, memory: Memory) -> None:
+    def __init__(self, plain: Mode, memory: Memory, limit: int | None = None) -> None:
         self.key = f"{NAME}_{plain.key}"
         self.needs = (*plain.needs, "query_summary")
-        self.memory, self._plain = memory, plain
+        self.memory, self._plain, self._limit = memory, plain, limit
 
     def bind(self, ctx: PlanContext) -> None:
         self.memory.bind(ctx)
@@ -53,7 +54,7 @@ class BlockSparse(Mode):
         query = self._query(batch, ctx)
         segment = self._plain.build(batch, ws, ctx)
         size = self.memory.options.block_size
-        known = self.memory.catch_up(segment, ws, ctx)
+        known = self.memory.catch_up(segment, ws, ctx, self._limit)
         parts = ws.fill("pieces", (4, _pieces(segment, size) + 1), pieces, segment=segment, block=size)
         choices = {
             kind: self._choice(summaries, segment, query, known, parts, ws, ctx)
@@ -62,13 +63,13 @@ class BlockSparse(Mode):
         return BlockSparseSegment.of(segment, choices)
 
     def calls(self, segment: Segment, layer: LayerKind, ctx: PlanContext) -> tuple[Segment, ...]:
-        assert isinstance(segment, BlockSparseSegment)
-        choice = segment.choices.get(layer)
-        if choice is not None and segment.features():
-            got = ", ".join(sorted(segment.features()))
+        if layer not in self.memory.kinds:
+            return (segment,)
+        if not isinstance(segment, BlockSparseSegment) or segment.features():
+            got = ", ".join(sorted(segment.features())) or "another segment"
             hint = "An overlay has varied them; it and block-sparse modes do not go together."
-            raise ConfigError("block-sparse layers", wanted="causal segments", got=got, hint=hint)
-        return (attrs.evolve(segment, choice=choice),)
+            raise ConfigError("block-sparse layers", wanted="the mode's own causal segment", got=got, hint=hint)
+        return (attrs.evolve(segment, choice=segment.choices[layer]),)
 
     def _choice(
         self,
@@ -90,7 +91,7 @@ class BlockSparse(Mode):
         rule: dict[str, Any] = {"block": size, "local": options.local_blocks, "recent": options.all_recent}
         best = ws.fill("chosen", (n, k), chosen, ranks, parts, known[1], **rule)
         width = segment.max_kv_len
-        if options.catch_up is None:
+        if self._limit is None:
             width = min(width, size * (1 + k + options.run_blocks(segment.max_seqlen_q)))
         return Choice(options, parts, known, best, max(1, width))
 

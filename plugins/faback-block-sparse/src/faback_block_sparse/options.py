@@ -33,8 +33,8 @@ class Options:
         local_blocks: the last blocks up to the query's own, that one included.
         recent: what is seen of tokens whose summaries were not there when the pass was planned, the pass's own among
             them: "all", or no more than the local blocks ("local").
-        catch_up: the most tokens of a request that one plan takes into its summaries; None is no limit. With one, a
-            plan costs the same at any length, and what it leaves is seen as recent until later plans have taken it.
+        catch_up: the most tokens of a request that a decode plan takes into its summaries; None is no limit. With one,
+            taking in costs the same at any length, and what is left is seen as recent until later plans have taken it.
 
     Raises:
         ConfigError: a value that means nothing.

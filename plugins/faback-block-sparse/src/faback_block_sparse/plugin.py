@@ -23,7 +23,7 @@ def faback_modes(config: BackendConfig) -> list[Mode]:
         hint = "Near ties between blocks may fall otherwise in another batch."
         raise ConfigError(f"config.options[{NAME!r}]", wanted="None where deterministic=True", got=options, hint=hint)
     memory = Memory(options)
-    return [BlockSparse(plain, memory) for plain in (Decode(), Extend("extend"))]
+    return [BlockSparse(Decode(), memory, options.catch_up), BlockSparse(Extend("extend"), memory)]
 
 
 @hookimpl
