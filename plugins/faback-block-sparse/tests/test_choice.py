@@ -51,6 +51,13 @@ def test_without_the_needle_that_block_is_one_of_many():
     assert len(set(found)) > 3
 
 
+def test_among_equals_the_earlier_blocks_are_chosen():
+    made = Engine({**SETTINGS, "top_k": 3}, page=4)
+    made.step([(1, 150)])
+    batch, _ = made.step([(1, 1)], query=torch.zeros(2, 1, HEADS, DIM))
+    assert choices(made, batch) == {0: [1, 2, 3], 1: [1, 2, 3]}
+
+
 def test_a_needle_of_the_prefix_is_found_by_a_later_chunk():
     made = Engine(SETTINGS, page=4)
     needle, query = planted(made, 1, 0)
@@ -95,9 +102,12 @@ def test_the_last_query_of_each_request_is_kept():
         torch.testing.assert_close(found[place], torch.stack([q[21], q[19], q[26], q[21] * 0 - shift]) + shift)
     batch, _ = made.step([(3, 1), (1, 1)])
     queries.note(q[:2] * 3, made.layers[1], batch)
+    batch, _ = made.step([(2, 0), (4, 6)])
+    queries.note(q[:6] * 5, made.layers[2], batch)
     later = queries.read(torch.tensor([3, 1, 2]))
     torch.testing.assert_close(later[0], torch.stack([q[0] * 3, q[1] * 3, q[26] + 1]))
     torch.testing.assert_close(later[1], found[1, :3])
+    torch.testing.assert_close(queries.read(torch.tensor([4]))[1, 0], q[5] * 5)
 
 
 def test_what_was_kept_goes_into_the_next_pass():

@@ -64,6 +64,11 @@ def test_pages_stay_pages_and_features_are_as_declared(page):
         assert part.features() == {FEATURE}
         assert table.features() == {"dense_table"}
         assert table.kv.page_size == page
+        pieces = zip(part.choice.chosen.tolist(), part.choice.pieces[3, :-1].tolist(), strict=True)
+        for chosen, end in pieces:
+            listed = [number for number in chosen if number >= 0]
+            assert listed == sorted(set(listed)) and chosen[len(listed) :] == [-1] * (len(chosen) - len(listed))
+            assert all(0 < number * 8 < end for number in listed)
         for slots, length in zip(table.kv.req_to_token, table.kv_len.tolist(), strict=True):
             heads = slots[:length:page]
             assert not (heads % page).any()

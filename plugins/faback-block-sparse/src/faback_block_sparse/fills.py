@@ -90,9 +90,9 @@ def block_table(out: Tensor, *, segment: Segment, choice: Choice) -> None:
     start = own - options.local_blocks + 1
     if options.all_recent:
         start = torch.minimum(start, choice.known[1].long()[row] // size)
-    start = torch.where(start <= 1, 0, start)  # the sink and the run are one
+    start = start.clamp(min=0)
     head = (start > 0) + (listed >= 0).sum(1)  # blocks before the run: the sink, then the chosen ones
-    lens = torch.where(end > 0, head * size + end - start * size, 0)
+    lens = head * size + end - start * size
     column = torch.arange(choice.width, device=out.device)
     ordinal = (column // size).expand(choice.count, -1)
     before = torch.cat([torch.zeros_like(own)[:, None], listed], dim=1)

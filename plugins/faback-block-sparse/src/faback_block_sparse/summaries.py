@@ -101,9 +101,8 @@ def scores(
     pages = torch.where(live, slots_at(view, row, first), 0) // page
     found = []
     for index, (layer, place) in enumerate(zip(summaries.layers, summaries.places, strict=True)):
-        bounds = torch.where(live[..., None, None, None], summaries.bounds[index][pages].float(), 0.0)
         q = _by_head(query if query.ndim == 3 else query[place], layer)
-        least, greatest = bounds.unbind(2)
+        least, greatest = summaries.bounds[index][pages].float().unbind(2)
         high = torch.einsum("bhgd,bphd->bhgp", q.clamp(min=0), greatest)
         high = high + torch.einsum("bhgd,bphd->bhgp", q.clamp(max=0), least)
         high = torch.where(live[:, None, None], high, -torch.inf)
