@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import torch
 
 from faback import AttentionBackend, AttentionLayer, BackendConfig, ForwardBatch, Pools, hookimpl
@@ -58,6 +56,8 @@ class Engine:
         graphs: replay captured plans instead of planning.
         layers: all in one pool; two alike unless given.
         apart: each layer chooses for itself.
+        dtype: of queries, keys and values.
+        device: where the backend runs; the engine itself stays on the CPU.
         more: fields of the configuration; `kv_dtype` of the pool, with which outputs are not compared, since it rounds.
     """
 
@@ -71,14 +71,17 @@ class Engine:
         layers=None,
         apart=False,
         seed=0,
+        dtype=torch.float32,
+        device="cpu",
         **more,
     ):
         self.options, self.page = Options(**settings), page
-        self.coarse = "kv_dtype" in more
+        self.coarse, self.dtype, self.device = "kv_dtype" in more, dtype, torch.device(device)
         given = layers or [layer(0), layer(1)]
         pages = 3 * CONTEXT // page + 4
         pool = MLAPool if given[0].latent else MHAPool
-        self.kv = pool(num_pages=pages, page_size=page, layers=given, dtype=more.pop("kv_dtype", torch.float32))
+        stored = more.pop("kv_dtype", dtype)
+        self.kv = pool(num_pages=pages, page_size=page, layers=given, dtype=stored, device=self.device)
         for one in given:
             for buffer in self.kv.buffers(one):
                 buffer.fill_(torch.nan)
@@ -88,9 +91,9 @@ class Engine:
         self.table = torch.full((ROWS + 1, CONTEXT), 1 << 30)
         kernel = "late reference" if graphs and kernel == "reference" else kernel
         config = BackendConfig(
-            context_len=CONTEXT, dtype=torch.float32, kernels=kernel, options={"block_sparse": settings}, **more
+            context_len=CONTEXT, dtype=dtype, kernels=kernel, options={"block_sparse": settings}, **more
         )
-        self.pools = Pools(req_to_token=self.table, kv=used)
+        self.pools = Pools(req_to_token=self.table.to(self.device), kv=used)
         if graphs:
             self.runner = Replayed(config, self.pools, self.layers, registry(config))
             self.backend = self.runner.backend
@@ -100,7 +103,7 @@ class Engine:
         self.memory = self.backend.modes["block_sparse_decode"].value.memory
         for summaries in self.memory.kinds.values():
             summaries.bounds.fill_(torch.nan)
-        self.rng, self.generator = random.Random(seed), torch.Generator().manual_seed(seed)
+        self.generator = torch.Generator().manual_seed(seed)
         self.text = {row: {one.layer_id: ([], []) for one in self.layers} for row in range(1, ROWS + 1)}
         self.length = dict.fromkeys(range(1, ROWS + 1), 0)
         self.known = dict.fromkeys(range(1, ROWS + 1), 0)
@@ -163,12 +166,14 @@ class Engine:
         if not decode:
             fields["extend_seq_lens"] = torch.tensor(new + [0] * padded_rows, dtype=torch.int64)
         if query is None:
-            query = self.noise(len(self.sparse), len(work), HEADS, DIM)
+            query = self.noise(len(self.sparse), len(work), HEADS, self.sparse[0].head_dim)
         padding = torch.full((len(self.sparse), padded_rows, *query.shape[2:]), torch.nan)
         extras = {"query_summary": torch.cat([query, padding], dim=1)}
         name, extras = (mode, {}) if plain else (f"block_sparse_{mode}", extras)
+        self.pools.req_to_token.copy_(self.table)
+        fields, extras = ({key: value.to(self.device) for key, value in some.items()} for some in (fields, extras))
         batch = ForwardBatch(forward_mode=name, extras=extras, **fields)
-        given = {**fields, **extras, "table": self.table}
+        given = {**fields, **extras, "table": self.pools.req_to_token}
         before = {key: value.clone() for key, value in given.items()}
         self.runner.plan(batch)
         masks = {} if plain else self.masks(work, query, decode)
@@ -184,7 +189,7 @@ class Engine:
             self.known[row] = self.reached(row, new) if decode else self.length[row] - new
             for kind, summaries in self.memory.kinds.items():
                 ids = [one.layer_id for one in summaries.layers]
-                unknown = torch.full((kind.num_kv_heads, DIM), torch.nan)
+                unknown = torch.full((kind.num_kv_heads, kind.head_dim), torch.nan)
                 # The keys of this pass do not exist yet: nobody may look at them.
                 texts = [torch.stack([*self.text[row][i][0], *[unknown] * new]) for i in ids]
                 places = [next(p for p, one in enumerate(self.sparse) if one.layer_id == i) for i in ids]
@@ -204,19 +209,19 @@ class Engine:
     def attend(self, one, work, pad, masks, keys):
         """Writes and attends in one layer, and compares; returns the output."""
         total = sum(new for _, new in work)
-        q = torch.cat([self.noise(total, HEADS, DIM), torch.full((pad, HEADS, DIM), torch.nan)])
-        k, v = (self.noise(total, one.num_kv_heads, dim) for dim in (DIM, one.v_head_dim))
+        q = self.noise(total, HEADS, one.head_dim).to(self.dtype)
+        k, v = (self.noise(total, one.num_kv_heads, dim).to(self.dtype) for dim in (one.head_dim, one.v_head_dim))
         token = 0
         for row, new in work:
             for position in range(self.length[row] - new, self.length[row]):
                 k[token] = keys.get((row, one.layer_id, position), k[token])
                 fresh_v = k[..., : one.v_head_dim] if one.latent else v
                 for store, fresh in zip(self.text[row][one.layer_id], (k, fresh_v), strict=True):
-                    store.append(fresh[token].clone())
+                    store.append(fresh[token].float())
                 token += 1
-        sinks = self.noise(HEADS) if one.sinks else None
-        given = [torch.cat([x, torch.full((pad, *x.shape[1:]), torch.nan)]) for x in (k, v)]
-        results = self.runner.forward(q, *given, one, sinks=sinks, return_lse=True)
+        sinks = self.noise(HEADS).to(self.device) if one.sinks else None
+        given = [torch.cat([x, x.new_full((pad, *x.shape[1:]), torch.nan)]).to(self.device) for x in (q, k, v)]
+        results = [found.cpu() for found in self.runner.forward(*given, one, sinks=sinks, return_lse=True)]
         token = 0
         for row, new in () if self.coarse else work:
             mine, values = (torch.stack(stored) for stored in self.text[row][one.layer_id])
@@ -225,11 +230,12 @@ class Engine:
             seen = masks.get((one.kind, row))
             if seen is None:
                 seen = positions <= own if one.window is None else (positions <= own) & (positions >= own - one.window)
-            scores = {"scale": one.scale, "softcap": one.softcap, "sinks": sinks}
+            scores = {"scale": one.scale, "softcap": one.softcap, "sinks": None if sinks is None else sinks.cpu()}
+            near = {"atol": 2e-5, "rtol": 1e-6} if self.dtype == torch.float32 else {"atol": 0.02, "rtol": 0}
             wanted = oracle_attention(q[token : token + new], mine, values, seen, **scores)
             for got, right in zip(results, wanted, strict=True):
                 got = got[token : token + new].double()
-                torch.testing.assert_close(got, right, atol=2e-5, rtol=1e-6, msg=lambda m, row=row: f"row {row}: {m}")
+                torch.testing.assert_close(got, right, **near, msg=lambda m, row=row: f"row {row}: {m}")
             token += new
         out, lse = results
         assert lse[total:].eq(-torch.inf).all()
