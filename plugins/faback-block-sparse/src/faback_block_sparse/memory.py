@@ -25,13 +25,18 @@ class Memory:
 
     Attributes:
         kinds: the summaries of each kind of layers.
-        done: int32 [request rows] tokens of each request that have summaries.
+        done: int32 [request rows] tokens of each request that have summaries; None until it is bound.
+        count: number of block-sparse layers.
+        heads: heads that a query summary may have.
+        dim: head dim of the layers.
     """
 
     def __init__(self, options: Options) -> None:
         self.options = options
         self.kinds: dict[LayerKind, KindSummaries] = {}
         self.done: Tensor | None = None
+        self.count, self.dim = 0, 0
+        self.heads: tuple[int, ...] = (1,)
 
     def bind(self, ctx: PlanContext) -> None:
         """Allocates, once.
@@ -52,9 +57,8 @@ class Memory:
             mine = [(layer, place) for place, layer in enumerate(layers) if layer.kind == kind]
             alike, places = zip(*mine, strict=True)
             self.kinds[kind] = KindSummaries.make(kind, alike, places, ctx.pools)
-        self.count = len(layers)
-        self.heads = (1, shapes[0][1], shapes[0][0])
-        self.dim = shapes[0][2]
+        q_heads, kv_heads, self.dim = shapes[0]
+        self.count, self.heads = len(layers), (1, kv_heads, q_heads)
         self.done = torch.zeros(ctx.pools.req_to_token.shape[0], dtype=torch.int32, device=ctx.device)
 
     def release(self, req_pool_indices: Tensor) -> None:
