@@ -43,13 +43,14 @@ class OneGraph:
         if not batch.forward_mode.endswith("decode"):
             self._backend.plan(batch)
 
-    def forward(self, q, k, v, one, **options):
+    def forward(self, q, k, v, one, *, sinks, **options):
+        given = (q, k, v, sinks)
         if not self._batch.forward_mode.endswith("decode"):
-            return self._backend.forward(q, k, v, one, **options)
+            return self._backend.forward(q, k, v, one, sinks=sinks, **options)
         if self._graph is None:
-            self._record((q, k, v), one, options)
+            self._record(given, one, options)
         mine = [*tensors_of(self._static).values(), *self._given]
-        for static, fresh in zip(mine, [*tensors_of(self._batch).values(), q, k, v], strict=True):
+        for static, fresh in zip(mine, [*tensors_of(self._batch).values(), *given], strict=True):
             static.copy_(fresh)
         self._graph.replay()
         self.replays += 1
@@ -61,7 +62,7 @@ class OneGraph:
 
         def call():
             self._backend.capture(self._static)
-            return self._backend.forward(*self._given, one, **options)
+            return self._backend.forward(*self._given[:3], one, sinks=self._given[3], **options)
 
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
