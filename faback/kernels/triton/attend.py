@@ -96,13 +96,14 @@ def tail_per_query(
 
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=INDEX_TENSORS)
 def attend(
-    q, k, v, out, lse, sinks, k_scale, v_scale, k_factor, v_factor,
+    q, k, v, out, lse, sinks,
+    k_scale, k_factor, K_PER_HEAD: tl.constexpr, v_scale, v_factor, V_PER_HEAD: tl.constexpr,
+    q_token, q_head, k_slot, k_head, v_slot, v_head, o_token, o_head, lse_token,
     cu_seqlens_q, q_len, kv_len, positions,
     req_to_token, req_pool_indices, start, slot_map, cu_seqlens_k,
     keep, row_window,
     tail_lens, tail_slots, tail_bits, tail_positions,
     partial_acc, partial_ml, arrivals,
-    q_token, q_head, k_slot, k_head, v_slot, v_head, o_token, o_head, lse_token,
     table_row, tail_row, words,
     rows, tokens, target, reach,
     scale, softcap, left, right, chunk, shard, shards,
@@ -113,8 +114,7 @@ def attend(
     FIXED_SPLIT: tl.constexpr, KEY_ROWS: tl.constexpr,
     CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_CHUNK: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, COMMITTED: tl.constexpr, HAS_TAIL: tl.constexpr, PER_QUERY: tl.constexpr,
-    SHARE_KV: tl.constexpr, K_PER_HEAD: tl.constexpr, V_PER_HEAD: tl.constexpr,
-    FP32: tl.constexpr, UPCAST: tl.constexpr, FP8: tl.constexpr,
+    SHARE_KV: tl.constexpr, FP32: tl.constexpr, UPCAST: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     """One work item of one KV head. Grid: work items * KV heads. Shapes as in `Segment` and `KernelProvider.run`.
 

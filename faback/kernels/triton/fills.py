@@ -10,7 +10,7 @@ from faback.kernels.triton.schedule import picked
 
 
 @triton.jit(do_not_specialize=("n", "value", "step"))
-def count(out, source, other, active, n, value, step, each, BLOCK: tl.constexpr):
+def count(out, source, other, active, each, n, value, step, BLOCK: tl.constexpr):
     """out[s, i] = source[i // each] + other[i] + value + s * step, or 0 where active[i] is 0.
 
     Grid: (blocks of n, steps).
@@ -42,7 +42,7 @@ def offsets(out, lens, n, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=("rows", "size", "mask_size"))
 def tree(
-    positions, mask, bits, custom_mask, seq_lens, cu_seqlens_q, rows, size, mask_size, mask_row, words,
+    positions, mask, bits, custom_mask, seq_lens, cu_seqlens_q, mask_row, words, rows, size, mask_size,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """positions [tokens], mask [tokens, mask_row bytes], bits [tokens, words] of a flat tree mask. Grid: (tokens,)."""
@@ -70,8 +70,8 @@ def tree(
 
 @triton.jit(do_not_specialize=("table_row", "table_width", "width"))
 def table(
-    out, req_to_token, req_pool_indices, start, slot_map, cu_seqlens_k, lens, tail_lens, table_row, table_width, width,
-    page_size, COMMITTED: tl.constexpr, KEY_ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    out, req_to_token, req_pool_indices, start, slot_map, cu_seqlens_k, lens, tail_lens, page_size,
+    table_row, table_width, width, COMMITTED: tl.constexpr, KEY_ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """out [rows, width]: pages of each row's keys, translated, 0 past the last; slots where page_size is 1.
 

@@ -5,7 +5,9 @@ Two fills are left to torch: those of lowerings that only kernels without window
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.util import find_spec
+from types import MappingProxyType
 from typing import Any, overload
 
 import torch
@@ -22,6 +24,8 @@ from faback.kernels.triton.tiles import power_of_two
 Tensor = torch.Tensor
 
 
+LIMITS = MappingProxyType({dtype: torch.finfo(dtype).max for dtype in FP8_DTYPES})
+"""Where stored numbers saturate."""
 BLOCK = 256
 """Elements that one program of a fill writes."""
 
@@ -32,13 +36,13 @@ class TritonOps(TorchFills):
     def __init__(self) -> None:
         self._launches: dict[Any, Launch] = {}
 
-    def _launch(self, kernel: Any, grid: Grid, varying: dict[str, Any], counts: dict[str, int], **fixed: Any) -> None:
-        """Launches a kernel; constants and the like are `fixed`, numbers that it is not specialised on are `counts`."""
+    def _launch(self, kernel: Any, grid: Grid, varying: Sequence[Any], counts: tuple[int, ...], **fixed: Any) -> None:
+        """Launches a kernel: its arguments in order, numbers that it is not specialised on, and its constants."""
         key = kernel, *fixed.values()
         launch = self._launches.get(key)
         if launch is None:
             launch = self._launches[key] = Launch(kernel, fixed)
-        launch(grid, varying, counts)
+        launch(grid, *varying, counts=counts)
 
     def lens(self, out: Tensor, source: Tensor, *, add: int, active: Tensor | None) -> None:
         self._count(out, source=source, active=active, value=add)
@@ -59,7 +63,7 @@ class TritonOps(TorchFills):
         from faback.kernels.triton.fills import offsets
 
         size = min(4096, power_of_two(lens.shape[0]))
-        self._launch(offsets, (1, 1, 1), {"out": out, "lens": _plain(lens)}, {"n": lens.shape[0]}, BLOCK=size)
+        self._launch(offsets, (1, 1, 1), (out, _plain(lens)), (lens.shape[0],), BLOCK=size)
 
     def tree(self, out: Tensor, custom_mask: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, *, size: int) -> None:
         from faback.kernels.triton.fills import tree
@@ -71,19 +75,11 @@ class TritonOps(TorchFills):
         if tokens == 0:
             return
         bits, mask, positions = tree_parts(out, size)
-        varying = {
-            "positions": positions,
-            "mask": mask.view(torch.uint8),
-            "bits": bits,
-            "custom_mask": _plain(custom_mask).view(torch.uint8),
-            "seq_lens": _plain(seq_lens),
-            "cu_seqlens_q": cu_seqlens_q,
-            "mask_row": mask.shape[1],
-            "words": bits.shape[1],
-        }
-        counts = {"rows": rows, "size": size, "mask_size": custom_mask.shape[0]}
+        index = positions, mask.view(torch.uint8), bits
+        given = _plain(custom_mask).view(torch.uint8), _plain(seq_lens), cu_seqlens_q
+        counts = rows, size, custom_mask.shape[0]
         blocks = {"ROWS": power_of_two(rows), "COLUMNS": power_of_two(mask.shape[1], least=32)}
-        self._launch(tree, (tokens, 1, 1), varying, counts, **blocks)
+        self._launch(tree, (tokens, 1, 1), (*index, *given, mask.shape[1], bits.shape[1]), counts, **blocks)
 
     def page_table(self, out: Tensor, view: KVView, lens: Tensor) -> None:
         self._table(out, view, lens, page_size=view.page_size)
@@ -107,17 +103,12 @@ class TritonOps(TorchFills):
         assert view is not None
         held = power_of_two(rows)
         block = max(16, min(BLOCK, 8192 // held))
-        varying = {
-            "out": out,
-            "cu_seqlens_q": segment.cu_seqlens_q,
-            "q_len": _plain(segment.q_len),
-            "kv_len": _plain(segment.kv_len),
-            "start": _plain(view.start),
-            "req_pool_indices": _plain(view.req_pool_indices),
-        }
-        assert segment.visibility.chunk is not None
-        counts = {"rows": rows, "pieces": pieces, "chunk": segment.visibility.chunk}
-        self._launch(virtual_batches, (-(-(pieces + 1) // block), 1, 1), varying, counts, ROWS=held, BLOCK=block)
+        chunk = segment.visibility.chunk
+        assert chunk is not None
+        lens = segment.cu_seqlens_q, _plain(segment.q_len), _plain(segment.kv_len)
+        varying = out, *lens, _plain(view.start), _plain(view.req_pool_indices)
+        grid = -(-(pieces + 1) // block), 1, 1
+        self._launch(virtual_batches, grid, varying, (rows, pieces, chunk), ROWS=held, BLOCK=block)
 
     def prompt_reach(
         self,
@@ -136,16 +127,9 @@ class TritonOps(TorchFills):
         n = rows.shape[0]
         if n == 0:
             return
-        varying = {
-            "out": out,
-            "prompts": prompts,
-            "rows": _plain(rows),
-            "seq_lens": _plain(seq_lens),
-            "extend_seq_lens": _plain(extend_seq_lens),
-            "prompt_lens": _plain(prompt_lens),
-        }
-        counts = {"n": n, "later": later, "prompt": prompt}
-        self._launch(prompt_reach, (-(-n // BLOCK), 1, 1), varying, counts, BLOCK=BLOCK)
+        known = (_plain(tensor) for tensor in (rows, seq_lens, extend_seq_lens, prompt_lens))
+        grid = -(-n // BLOCK), 1, 1
+        self._launch(prompt_reach, grid, (out, prompts, *known), (n, later, prompt), BLOCK=BLOCK)
 
     def remember(self, prompts: Tensor, rows: Tensor, seq_lens: Tensor, later: Tensor | None) -> None:
         from faback.kernels.triton.fills import remember
@@ -153,8 +137,8 @@ class TritonOps(TorchFills):
         n = rows.shape[0]
         if n == 0:
             return
-        tensors = {"rows": _plain(rows), "seq_lens": _plain(seq_lens), "later": later}
-        self._launch(remember, (-(-n // BLOCK), 1, 1), {"prompts": prompts, **tensors}, {"n": n}, BLOCK=BLOCK)
+        varying = prompts, _plain(rows), _plain(seq_lens), later
+        self._launch(remember, (-(-n // BLOCK), 1, 1), varying, (n,), BLOCK=BLOCK)
 
     def set_kv(
         self,
@@ -176,34 +160,23 @@ class TritonOps(TorchFills):
         k = k if k.stride(-1) == 1 else k.contiguous()
         v = v if v is None or v.stride(-1) == 1 else v.contiguous()
         block_t = max(1, min(16, 2048 // power_of_two(dim)))
-        varying = {
-            "k": k,
-            "v": v,
-            "k_cache": k_cache,
-            "v_cache": v_cache,
-            "slots": _plain(write.slots),
-            "slot_map": write.slot_map,
-            **scale_args(k_scale, v_scale),
-            "k_token": k.stride(0),
-            "k_head": k.stride(1),
-            "v_token": 0 if v is None else v.stride(0),
-            "v_head": 0 if v is None else v.stride(1),
-            "kc_slot": k_cache.stride(0),
-            "kc_head": k_cache.stride(1),
-            "vc_slot": v_cache.stride(0),
-            "vc_head": v_cache.stride(1),
-        }
+        strides = (*k.stride()[:2], *((0, 0) if v is None else v.stride()[:2]))
+        varying = (
+            *(k, v, k_cache, v_cache, _plain(write.slots), write.slot_map),
+            *(*scale_args(k_scale), *scale_args(v_scale)),
+            *(*strides, *k_cache.stride()[:2], *v_cache.stride()[:2]),
+        )
         value_dim = 0 if v is None else v.shape[2]
         self._launch(
             store,
             (-(-tokens // block_t), heads, 1),
             varying,
-            {"tokens": tokens},
+            (tokens,),
             DK=dim,
             DV=value_dim,
             BLOCK_K=power_of_two(dim),
             BLOCK_V=power_of_two(value_dim),
-            LIMIT=torch.finfo(k_cache.dtype).max if k_cache.dtype in FP8_DTYPES else 0.0,
+            LIMIT=LIMITS.get(k_cache.dtype, 0.0),
             BLOCK_T=block_t,
         )
 
@@ -218,27 +191,11 @@ class TritonOps(TorchFills):
             return
         parts, part_lses = torch.stack(outs), torch.stack(lses)
         block, block_t = power_of_two(dim), 4
-        varying = {
-            "outs": parts,
-            "lses": part_lses,
-            "out": out,
-            "lse": lse,
-            "sinks": sinks,
-            "p_token": parts.stride(1),
-            "p_head": parts.stride(2),
-            "l_token": part_lses.stride(1),
-            "o_token": out.stride(0),
-            "o_head": out.stride(1),
-            "lse_token": 0 if lse is None else lse.stride(0),
-        }
-        counts = {
-            "parts": len(outs),
-            "tokens": tokens,
-            "part_out": parts.stride(0),
-            "part_lse": part_lses.stride(0),
-        }
-        grid = -(-tokens * heads // block_t), 1, 1
-        self._launch(merge, grid, varying, counts, HEADS=heads, DV=dim, BLOCK=block, BLOCK_T=block_t)
+        lse_token = 0 if lse is None else lse.stride(0)
+        strides = *parts.stride()[1:3], part_lses.stride(1), *out.stride()[:2], lse_token
+        counts = len(outs), tokens, parts.stride(0), part_lses.stride(0)
+        grid, blocks = (-(-tokens * heads // block_t), 1, 1), {"BLOCK": block, "BLOCK_T": block_t}
+        self._launch(merge, grid, (parts, part_lses, out, lse, sinks, *strides), counts, HEADS=heads, DV=dim, **blocks)
 
     def _count(
         self,
@@ -257,10 +214,9 @@ class TritonOps(TorchFills):
         if out.numel() == 0:
             return
         n = out.shape[-1]
-        tensors = {"source": _plain(source), "other": _plain(other), "active": _plain(active)}
-        varying = {"out": out, **tensors, "each": each}
         grid = -(-n // BLOCK), out.numel() // n, 1
-        self._launch(count, grid, varying, {"n": n, "value": value, "step": step}, BLOCK=BLOCK)
+        varying = out, _plain(source), _plain(other), _plain(active), each
+        self._launch(count, grid, varying, (n, value, step), BLOCK=BLOCK)
 
     def _table(self, out: Tensor, view: KVView | None, lens: Tensor, *, page_size: int, **more: Any) -> None:
         """out [rows, width], see `fills.table`."""
@@ -269,23 +225,13 @@ class TritonOps(TorchFills):
         if out.numel() == 0:
             return
         rows, width = out.shape
-        source = None if view is None else view.req_to_token
-        varying = {
-            "out": out,
-            "req_to_token": source,
-            "req_pool_indices": None if view is None else _plain(view.req_pool_indices),
-            "start": None if view is None else _plain(view.start),
-            "slot_map": None if view is None else view.slot_map,
-            "cu_seqlens_k": more.pop("cu_seqlens_k", None),
-            "lens": _plain(lens),
-            "tail_lens": more.pop("tail_lens", None),
-            "page_size": page_size,
-        }
-        counts = {
-            "table_row": 0 if source is None else source.stride(0),
-            "table_width": 0 if source is None else source.shape[1],
-            "width": width,
-        }
+        offsets, tail_lens = more.pop("cu_seqlens_k", None), more.pop("tail_lens", None)
+        source: tuple[Tensor | None, ...] = (None, None, None, None)
+        counts = 0, 0, width
+        if view is not None:
+            source = view.req_to_token, _plain(view.req_pool_indices), _plain(view.start), view.slot_map
+            counts = view.req_to_token.stride(0), view.req_to_token.shape[1], width
+        varying = out, *source, offsets, _plain(lens), tail_lens, page_size
         constants = {"COMMITTED": True, "KEY_ROWS": False, "BLOCK": BLOCK} | more
         self._launch(table, (rows, -(-width // BLOCK), 1), varying, counts, **constants)
 

@@ -128,25 +128,9 @@ class TritonAttention(KernelProvider):
         v_scale: float | Tensor | None = None,
     ) -> None:
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        varying = {
-            "q": q,
-            "k": k,
-            "v": v,
-            "out": out,
-            "lse": lse,
-            "sinks": sinks,
-            **scale_args(k_scale, v_scale),
-            "q_token": q.stride(0),
-            "q_head": q.stride(1),
-            "k_slot": k.stride(0),
-            "k_head": k.stride(1),
-            "v_slot": v.stride(0),
-            "v_head": v.stride(1),
-            "o_token": out.stride(0),
-            "o_head": out.stride(1),
-            "lse_token": 0 if lse is None else lse.stride(0),
-        }
-        prepared.launch(prepared.grid, varying)
+        strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *out.stride()[:2])
+        scales = (*scale_args(k_scale), *scale_args(v_scale))
+        prepared.launch(prepared.grid, q, k, v, out, lse, sinks, *scales, *strides, 0 if lse is None else lse.stride(0))
         if out.shape[0] > prepared.tokens:
             out[prepared.tokens :].zero_()
             if lse is not None:
@@ -261,15 +245,11 @@ def _constants(segment: Segment, layer: LayerKind, request: KernelRequest, tile:
     }
 
 
-def scale_args(k_scale: float | Tensor | None, v_scale: float | Tensor | None) -> dict[str, Any]:
-    """Scales as the kernels take them: a number, or a float32 tensor of one value or one per head."""
-    args: dict[str, Any] = {}
-    for name, scale in (("k", k_scale), ("v", v_scale)):
-        tensor = scale if isinstance(scale, Tensor) else None
-        args[f"{name}_scale"] = tensor
-        args[f"{name}_factor"] = 1.0 if tensor is not None or scale is None else float(scale)
-        args[f"{name.upper()}_PER_HEAD"] = int(tensor is not None and tensor.numel() > 1)
-    return args
+def scale_args(scale: float | Tensor | None) -> tuple[Tensor | None, float, int]:
+    """A scale as the kernels take it: a float32 tensor or None, a number, and whether there is one for each head."""
+    if isinstance(scale, Tensor):
+        return scale, 1.0, int(scale.numel() > 1)
+    return None, 1.0 if scale is None else float(scale), 0
 
 
 @hookimpl

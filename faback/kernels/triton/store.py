@@ -25,9 +25,10 @@ def store_one(
 
 @triton.jit(do_not_specialize=("tokens",))
 def store(
-    k, v, k_cache, v_cache, slots, slot_map, k_scale, v_scale, k_factor, v_factor, tokens,
-    k_token, k_head, v_token, v_head, kc_slot, kc_head, vc_slot, vc_head,
-    K_PER_HEAD: tl.constexpr, V_PER_HEAD: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    k, v, k_cache, v_cache, slots, slot_map,
+    k_scale, k_factor, K_PER_HEAD: tl.constexpr, v_scale, v_factor, V_PER_HEAD: tl.constexpr,
+    k_token, k_head, v_token, v_head, kc_slot, kc_head, vc_slot, vc_head, tokens,
+    DK: tl.constexpr, DV: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, LIMIT: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Grid: (blocks of tokens, heads). k, v [tokens, heads, dim]; caches [slots, heads, dim]; slots [tokens].
@@ -55,8 +56,9 @@ def store(
 
 @triton.jit(do_not_specialize=("parts", "tokens", "part_out", "part_lse"))
 def merge(
-    outs, lses, out, lse, sinks, parts, tokens, part_out, part_lse, p_token, p_head, l_token,
-    o_token, o_head, lse_token, HEADS: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr, BLOCK_T: tl.constexpr,
+    outs, lses, out, lse, sinks, p_token, p_head, l_token, o_token, o_head, lse_token,
+    parts, tokens, part_out, part_lse,
+    HEADS: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Merges partial results by log-sum-exp. Grid: (blocks of packed token-heads).
 

@@ -15,8 +15,8 @@ class Kernel:
         self.compiled, self.launched = [], []
 
     def __getitem__(self, grid):
-        def first(**named):
-            self.compiled.append((grid, named))
+        def first(*args, **named):
+            self.compiled.append((grid, args, named))
             return Form(self)
 
         return first
@@ -36,21 +36,21 @@ def kernel():
 
 
 def test_the_second_launch_is_in_the_order_of_the_kernel(kernel):
-    launch, x = Launch(kernel, {"SIZE": 16}, {"num_warps": 4}), torch.zeros(4)
-    launch((1, 1, 1), {"y": None, "x": x}, {"n": 5})
-    launch((2, 1, 1), {"y": None, "x": x}, {"n": 6})
-    assert kernel.compiled == [((1, 1, 1), {"y": None, "x": x, "n": 5, "SIZE": 16, "num_warps": 4})]
-    assert kernel.launched == [((2, 1, 1), (x, 6, 16, None))]
+    launch, x = Launch(kernel, {"y": 7, "SIZE": 16}, {"num_warps": 4}), torch.zeros(4)
+    launch((1, 1, 1), x, counts=(5,))
+    launch((2, 1, 1), x, counts=(6,))
+    assert kernel.compiled == [((1, 1, 1), (x, 5), {"y": 7, "SIZE": 16, "num_warps": 4})]
+    assert kernel.launched == [((2, 1, 1), (x.data_ptr(), 6, 16, 7))]
 
 
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ({"x": torch.zeros(8)}, {"x": torch.zeros(8).half()}),
-        ({"x": torch.zeros(8)}, {"x": torch.zeros(9)[1:]}),
-        ({"x": None}, {"x": torch.zeros(8)}),
-        ({"x": 1}, {"x": 2}),
-        ({"x": 1.0}, {"x": 1}),
+        (torch.zeros(8), torch.zeros(8).half()),
+        (torch.zeros(8), torch.zeros(9)[1:]),
+        (None, torch.zeros(8)),
+        (1, 2),
+        (1.0, 1),
     ],
     ids=["dtype", "alignment", "absence", "value", "type"],
 )
@@ -65,8 +65,16 @@ def test_what_a_kernel_may_be_specialised_on_is_told_apart(kernel, before, after
 def test_counts_are_told_apart_by_their_width_alone(kernel, n, forms):
     launch = Launch(kernel, {})
     for count in (1, 16, n):
-        launch((1, 1, 1), {"x": 3.5}, {"n": count})
+        launch((1, 1, 1), 3.5, counts=(count,))
     assert len(kernel.compiled) == forms
+
+
+def test_numbers_with_a_point_are_not_told_apart(kernel):
+    launch = Launch(kernel, {})
+    for factor in (0.5, 0.25, 1.0):
+        launch((1, 1, 1), factor)
+    assert len(kernel.compiled) == 1
+    assert [args[0] for _, args in kernel.launched] == [0.25, 1.0]
 
 
 def test_interpreted_kernels_are_called_by_name_each_time():
@@ -74,9 +82,9 @@ def test_interpreted_kernels_are_called_by_name_each_time():
 
     class Interpreted:
         def __getitem__(self, grid):
-            return lambda **named: calls.append(named)
+            return lambda *args, **named: calls.append((args, named))
 
     launch = Launch(Interpreted(), {"SIZE": 2})
     for _ in range(3):
-        launch((1, 1, 1), {"x": 0}, {"n": 1})
-    assert calls == [{"x": 0, "n": 1, "SIZE": 2}] * 3
+        launch((1, 1, 1), 0, counts=(1,))
+    assert calls == [((0, 1), {"SIZE": 2})] * 3
