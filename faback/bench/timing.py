@@ -35,23 +35,22 @@ def graph_us(call: Callable[[], Any], replays: int = 25) -> float:
 
 
 def host_us(call: Callable[[], Any], calls: int = 50, *, wait: bool = False) -> float:
-    """Median microseconds that the host spends in a call, on an idle device.
+    """Median microseconds that the host spends in a call, as one of many: a process that serves is busy, too.
 
     Args:
         call: what is timed.
-        calls: how many.
+        calls: how many, after as many that are not counted.
         wait: count the time until the device has done what was asked for.
     """
-    call()
     times = []
-    for _ in range(calls):
-        torch.cuda.synchronize()
+    for _ in range(2 * calls):
         start = perf_counter()
         call()
         if wait:
             torch.cuda.synchronize()
         times.append((perf_counter() - start) * 1e6)
-    return sorted(times)[calls // 2]
+    torch.cuda.synchronize()
+    return sorted(times[calls:])[calls // 2]
 
 
 def launches(call: Callable[[], Any]) -> int:

@@ -16,6 +16,8 @@ Tensor = torch.Tensor
 MIRRORED = ("seq_lens", "extend_seq_lens", "extend_prefix_lens", "encoder_lens", "verify_lens")
 PER_REQUEST = ("req_pool_indices", *MIRRORED, *(f"{name}_cpu" for name in MIRRORED))
 PER_TOKEN = ("out_cache_loc", "positions")
+ON_DEVICE = ("req_pool_indices", *MIRRORED, *PER_TOKEN, "encoder_out_cache_loc", "custom_mask")
+"""Fields that are tensors on the pools' device."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -144,9 +146,9 @@ class ForwardBatch:
 
     def check_device(self, device: torch.device) -> None:
         """Raises a `BatchError` naming the first tensor that is not on the pools' device."""
-        for name in (*PER_REQUEST, *PER_TOKEN, "encoder_out_cache_loc", "custom_mask"):
+        for name in ON_DEVICE:
             value = getattr(self, name)
-            if value is not None and not name.endswith("_cpu") and value.device != device:
+            if value is not None and value.device != device:
                 raise BatchError(f"batch.{name}", wanted=f"a tensor on {device} like the pools", got=value.device)
 
     def _count_tokens(self) -> int:

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 import attrs
 import torch
 
-from faback.core.batch import MIRRORED, ForwardBatch
+from faback.core.batch import MIRRORED, ON_DEVICE, ForwardBatch
 from faback.core.errors import BatchError, CapacityError, FabackError
 from faback.core.workspace import DeviceOps, Workspace
 
@@ -143,8 +143,9 @@ class Captured(Generic[T]):
 
     def _pairs(self, batch: ForwardBatch) -> Iterable[tuple[Tensor, Tensor]]:
         """The tensors that have to be copied."""
-        for name, mine in tensors_of(self.batch).items():
-            theirs = tensors_of(batch).get(name)
+        known, given = tensors_of(self.batch), tensors_of(batch)
+        for name, mine in known.items():
+            theirs = given.get(name)
             if theirs is None:
                 hint = "A captured pass wants the fields that it was captured with."
                 raise BatchError(f"batch.{name}", wanted=f"{mine.dtype} {list(mine.shape)}", got=None, hint=hint)
@@ -155,7 +156,7 @@ class Captured(Generic[T]):
                 hint = "Pad the batch to the size that was captured, or capture this size."
                 raise BatchError(f"batch.{name}", wanted=list(mine.shape), got=list(theirs.shape), hint=hint)
             yield mine[: theirs.shape[0]] if room else mine, theirs
-        for name in tensors_of(batch).keys() - tensors_of(self.batch).keys():
+        for name in given.keys() - known.keys():
             hint = "A field that was not there at capture would be ignored."
             raise BatchError(f"batch.{name}", wanted=None, got="a tensor", hint=hint)
 
@@ -236,6 +237,5 @@ def signature(batch: ForwardBatch) -> tuple[Any, ...]:
 
 def tensors_of(batch: ForwardBatch) -> dict[str, Tensor]:
     """A batch's tensors on the device, extras included, by name."""
-    fields = {field.name: getattr(batch, field.name) for field in attrs.fields(ForwardBatch)}
-    named = {name: value for name, value in fields.items() if not name.endswith("_cpu")} | dict(batch.extras)
-    return {name: value for name, value in named.items() if isinstance(value, Tensor)}
+    found = {name: tensor for name in ON_DEVICE if (tensor := getattr(batch, name)) is not None}
+    return found | {name: value for name, value in batch.extras.items() if isinstance(value, Tensor)}
