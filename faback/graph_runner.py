@@ -8,7 +8,7 @@ read nothing, write nothing that lives, and their output is zero.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import attrs
 import torch
@@ -19,6 +19,7 @@ from faback.core.graphs import check_bounds, tensors_of
 from faback.core.plan import Plan
 
 Tensor = torch.Tensor
+T = TypeVar("T")
 Model = Callable[..., Tensor]
 """`model(batch, **inputs) -> output`, first dimension tokens or requests: one pass that never waits for the device."""
 
@@ -105,23 +106,15 @@ class GraphRunner:
         self._recorded: dict[int, Recorded] = {}
         on_gpu = self._device.type == "cuda"
         self._stream: torch.cuda.Stream | None = torch.cuda.Stream(self._device) if on_gpu else None  # type: ignore[no-untyped-call]
-        self.memory: GraphMemory | None = None
 
     def capture(self, progress: bool = False) -> GraphMemory:
-        """Reserves the metadata and records every size, the largest first; returns what that takes.
+        """`capture_all` of this runner alone."""
+        return capture_all([self], progress)
 
-        Args:
-            progress: show a bar (needs rich).
-        """
-        metadata = self._backend.reserve([self._static(self.sizes[-1])[0]], self._bounds)
-        before = torch.cuda.memory_reserved(self._device) if self._stream is not None else 0
-        pool = torch.cuda.graph_pool_handle() if self._stream is not None else None
-        for size in _shown(self.sizes[::-1], progress):
-            self._recorded[size] = self._record(size, pool)
-        after = torch.cuda.memory_reserved(self._device) if self._stream is not None else 0
-        static = sum(t.numel() * t.element_size() for t in (*self._tensors.values(), *self._inputs.values()))
-        self.memory = GraphMemory(metadata, static, after - before)
-        return self.memory
+    @property
+    def static_bytes(self) -> int:
+        """Bytes of the batch's tensors and the model's inputs."""
+        return sum(t.numel() * t.element_size() for t in (*self._tensors.values(), *self._inputs.values()))
 
     def size_for(self, bs: int) -> int | None:
         """The smallest recorded size for that many requests, None if all are too small."""
@@ -192,6 +185,32 @@ class GraphRunner:
         return batch, cut(self._inputs)
 
 
+def capture_all(runners: Sequence[GraphRunner], progress: bool = False) -> GraphMemory:
+    """Reserves the metadata of several runners of one backend, records all their sizes, and says what that takes.
+
+    The largest sizes come first, and all graphs share one pool of memory, so one of them may run at a time.
+
+    Args:
+        runners: their backend has reserved nothing yet.
+        progress: show a bar (needs rich).
+
+    Raises:
+        ConfigError: runners of several backends.
+    """
+    backend = runners[0]._backend
+    if any(runner._backend is not backend for runner in runners):
+        raise ConfigError("capture_all", wanted="runners of one backend", got="several backends")
+    metadata = backend.reserve([runner._static(runner.sizes[-1])[0] for runner in runners], runners[0]._bounds)
+    before, pool = _reserved(runners[0]), None
+    if runners[0]._stream is not None:
+        pool = torch.cuda.graph_pool_handle()
+    passes = [(size, runner) for runner in runners for size in runner.sizes]
+    for size, runner in _shown(sorted(passes, key=lambda item: -item[0]), progress):
+        runner._recorded[size] = runner._record(size, pool)
+    static = sum(runner.static_bytes for runner in runners)
+    return GraphMemory(metadata, static, _reserved(runners[0]) - before)
+
+
 def usual_sizes(largest: int) -> list[int]:
     """1, 2, 4, then every multiple of 8, and the largest itself."""
     return sorted({n for n in (1, 2, 4, *range(8, largest + 1, 8), largest) if n <= largest})
@@ -220,9 +239,14 @@ def _one(plan: Plan | tuple[Plan, ...]) -> Plan:
     return plan if isinstance(plan, Plan) else plan[0]
 
 
-def _shown(sizes: Sequence[int], progress: bool) -> Iterable[int]:
+def _reserved(runner: GraphRunner) -> int:
+    """Bytes that torch holds on the device; 0 on a CPU."""
+    return torch.cuda.memory_reserved(runner._device) if runner._stream is not None else 0
+
+
+def _shown(passes: Sequence[T], progress: bool) -> Iterable[T]:
     if not progress:
-        return sizes
+        return passes
     from rich.progress import track
 
-    return track(sizes, "Recording CUDA graphs")
+    return track(passes, "Recording CUDA graphs")

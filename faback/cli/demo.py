@@ -78,6 +78,7 @@ def demo(
     random_weights: Annotated[bool, typer.Option("--random", help="A small random model; needs no weights.")] = False,
     device: Annotated[str, typer.Option(help="'auto' takes the GPU where there is one.")] = "auto",
     kernels: Annotated[str, typer.Option(help="'auto', or the name of a kernel.")] = "auto",
+    graphs: Annotated[bool, typer.Option(help="On a GPU, run decode and verify passes as CUDA graphs.")] = True,
     num_pages: Annotated[int, typer.Option(min=1, help="Pages of the KV pool.")] = 128,
     page_size: Annotated[int, typer.Option(min=1, help="Tokens per page.")] = 16,
     tokens_per_step: Annotated[int, typer.Option(min=1, help="Tokens of one forward pass at most.")] = 128,
@@ -107,6 +108,7 @@ def demo(
                 on_note=view.note,
                 drafter=PromptLookup() if speculative else None,
                 kernels=kernels,
+                graphs=graphs and loaded.model.device.type == "cuda",
                 num_pages=num_pages,
                 page_size=page_size,
                 max_requests=len(asked),
@@ -194,6 +196,8 @@ def _report(console: Console, asked: list[tuple[bool, str]], result: Comparison)
     stats, cost = result.stats, result.overhead
     facts = Table(show_header=False)
     facts.add_row("faback, all prompts at once", f"{result.faback_tokens_per_second:.1f} tokens/s, {stats.steps} steps")
+    if stats.graph_steps:
+        facts.add_row("of these as CUDA graphs", str(stats.graph_steps))
     gain = result.speculation
     if gain is not None:
         plain = f"{gain.plain_tokens_per_second:.1f} tokens/s, {gain.plain_steps} steps"

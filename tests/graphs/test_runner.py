@@ -18,7 +18,7 @@ from faback import (
     Pools,
     SpeculativeConfig,
 )
-from faback.graph_runner import usual_sizes
+from faback.graph_runner import capture_all, usual_sizes
 from faback.pools import MHAPool
 from graphs.test_simulated import registry
 
@@ -94,12 +94,19 @@ def test_tensors_that_cannot_be_cut(backend):
 
 
 def test_what_it_takes_is_reported(backend):
-    graphs = runner(backend)
-    assert graphs.memory is None
-    memory = graphs.capture()
-    assert memory is graphs.memory
+    memory = runner(backend).capture()
     assert memory.static == 3 * 8 * 8 + 8 * 2 * 8 * 4
     assert "static" in str(memory) and memory.graphs == 0
+
+
+def test_runners_of_one_backend_are_recorded_together(backend):
+    graphs = [runner(backend, largest) for largest in (2, 4)]
+    memory = capture_all(graphs)
+    assert [g.sizes for g in graphs] == [(1, 2), (1, 2, 4)]
+    assert memory.static == sum(g.static_bytes for g in graphs)
+    assert graphs[0].run(decode([5, 6]), q=queries(2)).shape[0] == 2
+    with pytest.raises(ConfigError, match="several backends"):
+        capture_all([runner(make(AttentionBackend)), runner(make(AttentionBackend))])
 
 
 def test_a_bar_is_shown(backend, capsys):

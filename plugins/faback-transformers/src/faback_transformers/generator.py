@@ -18,6 +18,7 @@ from faback.core.explain import Explanation
 from faback.pools import MHAPool, PageAllocator, ReqToTokenPool
 from faback_transformers.attention import PagedContext, attending
 from faback_transformers.drafting import Drafter
+from faback_transformers.graphs import StepGraphs
 from faback_transformers.layers import layers_of
 from faback_transformers.packing import PackedBatch, pack, pack_drafts
 from faback_transformers.requests import Completion, Event, Request, Sampling
@@ -44,6 +45,8 @@ class PagedGenerator:
         kv_dtype: storage of keys and values; the model's dtype unless given.
         drafter: guesses tokens ahead, which are then verified many at once, for instance `PromptLookup()`. The tokens
             stay the same. Greedy requests only.
+        graphs: run decode and verify passes as CUDA graphs, recorded here. They then take as long on the host as one
+            copy of the batch, but each number of requests has its own, padded to the next.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class PagedGenerator:
         kernels: str | Mapping[str, str] = "auto",
         kv_dtype: torch.dtype | None = None,
         drafter: Drafter | None = None,
+        graphs: bool = False,
     ) -> None:
         if tokens_per_step < 1:
             raise BatchError("tokens_per_step", wanted="at least 1", got=tokens_per_step)
@@ -91,6 +95,10 @@ class PagedGenerator:
         self._slices_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._open = ExitStack()
         self._open.enter_context(attending(model))
+        self.graphs: StepGraphs | None = None
+        if graphs:
+            with torch.inference_mode():
+                self.graphs = StepGraphs.record(self.backend, self._forward, max_requests)
 
     def submit(self, prompt: str | Sequence[int], *, max_new_tokens: int, sampling: Sampling | None = None) -> int:
         """Queues a request and returns its id.
@@ -255,21 +263,28 @@ class PagedGenerator:
 
     def _run(self, batch: PackedBatch) -> torch.Tensor:
         """[samples, vocabulary] logits of the tokens that are sampled after."""
+        recorded = None if self.graphs is None else self.graphs.run(batch)
+        if recorded is not None:
+            self.stats.graph_steps += 1
+            self.last_batch = batch
+            return recorded[batch.sampled]
         planning, attending_before = perf_counter(), self._context.seconds
         self.backend.plan(batch.forward)
         self.stats.plan_seconds += perf_counter() - planning
         self.last_batch = batch
         arguments = {"logits_to_keep": batch.sampled} if self._slices_logits else {}
-        logits: torch.Tensor = self.model(
-            input_ids=batch.input_ids,
-            position_ids=batch.position_ids,
-            use_cache=False,
-            faback_context=self._context,
-            **arguments,
-        ).logits[0]
+        logits = self._forward(batch.input_ids, batch.position_ids, **arguments)
         self.stats.attention_seconds += self._context.seconds - attending_before
         self.stats.layer_calls += len(self.layers)
         return logits if self._slices_logits else logits[batch.sampled]
+
+    def _forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, **arguments: torch.Tensor) -> torch.Tensor:
+        """[tokens, vocabulary] logits of the planned batch."""
+        context = {"use_cache": False, "faback_context": self._context}
+        logits: torch.Tensor = self.model(
+            input_ids=input_ids, position_ids=position_ids, **context, **arguments
+        ).logits[0]
+        return logits
 
     def _take(self, request: Request, tokens: Iterable[int]) -> int:
         """Takes new tokens up to the request's end; returns how many."""

@@ -13,6 +13,7 @@ class Stats:
 
     Attributes:
         steps: forward passes.
+        graph_steps: those that ran as a recorded graph; what happens within is not counted.
         prompt_tokens: prompt tokens that were run, those run again after a preemption included.
         new_tokens: tokens generated.
         seconds: time spent in steps.
@@ -30,6 +31,7 @@ class Stats:
     """
 
     steps: int = 0
+    graph_steps: int = 0
     prompt_tokens: int = 0
     new_tokens: int = 0
     seconds: float = 0.0
