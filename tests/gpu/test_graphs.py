@@ -23,6 +23,7 @@ from gpu.marks import on_gpu
 from gpu.recording import Recording
 from gpu.test_matrix import CELLS, INT32, features, on_triton
 from gpu.test_waiting import no_waiting
+from graphs.test_contract import MOST, largest
 
 pytestmark = on_gpu
 
@@ -229,3 +230,14 @@ def test_all_steps_of_a_draft_are_one_graph():
         with no_waiting():
             got = runner.run(batch, **tensors)
         torch.testing.assert_close(got, wanted, atol=0.1, rtol=0.02)
+
+
+def test_memory_is_bounded_by_the_configuration():
+    """A million tokens of context, 256 requests, chunks of 8192 tokens, pages of one token."""
+    speculative = SpeculativeConfig(topk=2, num_steps=3, num_draft_tokens=MOST["drafts"])
+    layers = [AttentionLayer(layer_id=0, num_q_heads=32, num_kv_heads=8, head_dim=128)]
+    config = BackendConfig(context_len=MOST["context"], kernels="triton", speculative=speculative)
+    kv = MHAPool(num_pages=4, layers=layers, device="cuda")
+    table = torch.zeros(1, dtype=torch.int32, device="cuda").expand(MOST["requests"] + 1, MOST["context"])
+    backend = AttentionBackend(config, Pools(req_to_token=table, kv=kv), layers)
+    assert 0 < backend.reserve(largest("cuda")) <= 64 << 20

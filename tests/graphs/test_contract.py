@@ -176,3 +176,38 @@ def test_a_shorter_mask_fits_into_a_longer_one():
     assert plan.steps[0].segment.tail.mask.tolist() == batch(4, 12).custom_mask.view(2, 6)[:, 4:].tolist()
     with pytest.raises(BatchError, match="custom_mask"):
         made.replay(batch(4, 61))
+
+
+MOST = {"requests": 256, "context": 1 << 20, "chunk": 8192, "drafts": 8}
+"""A large engine's limits, with pages of one token."""
+
+
+def largest(device="cpu"):
+    """The largest batches of several modes; of tensors that only lend their shape."""
+    rows, tokens = MOST["requests"], MOST["chunk"]
+    per_request, per_token = (torch.ones(n, dtype=torch.int64, device=device) for n in (rows, tokens))
+    shared = {"req_pool_indices": per_request, "seq_lens": per_request}
+    prompt = {"out_cache_loc": per_token, "extend_seq_lens": per_request}
+    tree = {
+        "out_cache_loc": torch.ones(rows * MOST["drafts"], dtype=torch.int64, device=device),
+        "custom_mask": torch.ones(1, dtype=torch.bool, device=device),
+    }
+    return [
+        ForwardBatch(forward_mode="decode", out_cache_loc=per_request, **shared),
+        ForwardBatch(forward_mode="extend", **shared, **prompt),
+        ForwardBatch(forward_mode="mixed", **shared, **prompt),
+        ForwardBatch(forward_mode="target_verify", **shared, **tree),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "modes", "most"), [("late reference", 4, 1 << 20), ("poor", 1, 4 * MOST["requests"] * MOST["context"])]
+)
+def test_memory_is_bounded_by_the_configuration(kernel, modes, most):
+    """One table of pages per kind of layer for kernels that read tables: a gigabyte. Next to nothing for the others."""
+    speculative = SpeculativeConfig(topk=2, num_steps=3, num_draft_tokens=MOST["drafts"])
+    config = BackendConfig(context_len=MOST["context"], dtype=torch.float32, kernels=kernel, speculative=speculative)
+    kv = MHAPool(num_pages=4, layers=[LAYER], dtype=torch.float32)
+    table = torch.zeros(1, dtype=torch.int32).expand(MOST["requests"] + 1, MOST["context"])
+    made = AttentionBackend(config, Pools(req_to_token=table, kv=kv), [LAYER], registry=registry(config))
+    assert 0 < made.reserve(largest()[:modes]) <= most + (1 << 16)

@@ -127,7 +127,7 @@ def attend(
     else:
         items = tl.num_programs(0) // HEADS
         item, head = pid % items, pid // items
-    row, block, split, splits, begin, end, committed, request = find_work(
+    row, block, split, splits, nth, begin, end, committed, request = find_work(
         item, rows, tokens, cu_seqlens_q, kv_len, req_pool_indices, reach, target,
         GROUP, BLOCK_M, BLOCK_N, ROWS, KEY_ROWS, FIXED_SPLIT,
     )  # fmt: skip
@@ -302,12 +302,12 @@ def attend(
         )  # fmt: skip
         return
     inside = index < end - begin
-    place = (item * HEADS + head).to(tl.int64) * LINES + tl.arange(0, BLOCK_M)
+    place = (nth * HEADS + head).to(tl.int64) * LINES + tl.arange(0, BLOCK_M)
     tl.store(partial_acc + place[:, None] * V_BLOCK + d_value, acc, mask=inside[:, None])
     tl.store(partial_ml + place * 2, m, mask=inside)
     tl.store(partial_ml + place * 2 + 1, total, mask=inside)
     tl.debug_barrier()
-    group = item - split
+    group = nth - split
     arrived = tl.atomic_add(arrivals + group * HEADS + head, 1, sem="acq_rel")
     if arrived == splits - 1:
         tl.store(arrivals + group * HEADS + head, 0)

@@ -105,7 +105,10 @@ class TritonAttention(KernelProvider):
         args |= {"scale": layer.scale, "softcap": layer.softcap}
         v_block = power_of_two(layer.v_head_dim)
         splittable = items > _blocks(segment, layer, tile)
-        slots = items * heads if splittable else 1
+        # Only splits leave something behind, and a block has two from 1.5 times its share of `target` on: rounding adds
+        # a third at most.
+        held = items if fixed else min(items, 4 * target // 3 + 1)
+        slots = held * heads if splittable else 1
         lines = _lines(segment, layer, tile)
         args["partial_acc"] = ws.scratch("partial_acc", slots * lines * v_block, torch.float32)
         args["partial_ml"] = ws.scratch("partial_ml", slots * lines * 2, torch.float32)

@@ -48,8 +48,8 @@ def find_work(
         KEY_ROWS: request row 0 has no keys.
 
     Returns:
-        row, block, split, splits, and the row's own begin, end (of its queries), committed keys and request row;
-        `row` is above `rows` where there is nothing left to do.
+        row, block, split, splits, number among the items of blocks that are split, and the row's own begin, end (of
+        its queries), committed keys and request row; `row` is above `rows` where there is nothing left to do.
     """
     r = tl.arange(0, ROWS)
     begin = tl.load(cu_seqlens_q + r, mask=r <= rows, other=0)
@@ -76,9 +76,10 @@ def find_work(
     ends = tl.cumsum(items, 0)
     row = tl.sum((ends <= item).to(tl.int32), 0)
     mine = r == row
+    place = item - tl.sum(tl.where((r < row) & (splits == 1), items, 0), 0)
     splits = tl.maximum(picked(mine, splits), 1)
     within = item - picked(mine, ends - items)
     # The last queries see the most keys: they go first, so that the short work comes at the end.
     block = picked(mine, blocks) - 1 - within // splits
-    place = picked(mine, begin), picked(mine, end), picked(mine, committed), picked(mine, request)
-    return row, block, within % splits, splits, place[0], place[1], place[2], place[3]
+    own = picked(mine, begin), picked(mine, end), picked(mine, committed), picked(mine, request)
+    return row, block, within % splits, splits, place, own[0], own[1], own[2], own[3]

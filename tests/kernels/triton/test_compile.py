@@ -54,19 +54,22 @@ OLDER = ("decode e5m2", "tree", "prefill")
 """Cases that are compiled for sm_80. Its 8-bit floats are e5m2, and there alone they are compiled."""
 
 SPILLS = {
-    "decode many": 128,  # one warp: more such programs at a time are worth it
-    "decode e4m3": 104,  # likewise
+    "decode many": 144,  # one warp: more such programs at a time are worth it
+    "decode e4m3": 112,  # likewise
     "decode mla float32": 32,
     "verify mla": 1296,  # 64 queries of 512 sums each leave nothing for the tail; faster all the same
     "branches": 16,
     "verify d64": 32,
     "extend": 56,
-    "deterministic": 8,
+    "deterministic": 24,
     "prefill": 400,  # sixteen warps with half of the registers each, on purpose
     "prefill d64": 112,  # likewise
     "prefill d256": 664,
 }
-"""Bytes per thread that are spilled on sm_90, as measured. Everything else, and sm_80, spills nothing."""
+"""Bytes per thread that are spilled on sm_90, as measured. Everything else spills nothing."""
+
+SPILLS_OLDER = {"decode e5m2": 8}
+"""Likewise on sm_80."""
 
 
 def prepared(name, arch):
@@ -98,7 +101,7 @@ CELLS = [(90, name) for name in CASES if name != "decode e5m2"] + [(80, name) fo
 
 @pytest.mark.parametrize(("arch", "name"), CELLS, ids=lambda value: str(value))
 def test_attention(arch, name, tmp_path):
-    check(build(name, arch, tmp_path), arch, SPILLS.get(name, 0) if arch == 90 else 0)
+    check(build(name, arch, tmp_path), arch, (SPILLS if arch == 90 else SPILLS_OLDER).get(name, 0))
 
 
 @pytest.mark.parametrize("arch", TABLE)

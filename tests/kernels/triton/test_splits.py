@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
@@ -74,6 +76,34 @@ def test_scratch_memory_is_as_it_was():
     assert all(map(torch.equal, first, again))
     for case in cases:
         case.check(KERNEL, ws)
+
+
+class Guarded(Processors):
+    """Scratch memory with more behind it, which nobody may touch."""
+
+    def __init__(self, count):
+        super().__init__(TorchOps(), torch.device("cpu"), {}, count)
+        self.held = {}
+
+    def scratch(self, name, size, dtype):
+        self.held[name] = torch.zeros(size + 20000, dtype=dtype), size
+        return self.held[name][0][:size]
+
+    def intact(self):
+        return not any(whole[size:].any() for whole, size in self.held.values())
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 20, 500])
+@pytest.mark.parametrize("seed", range(4))
+def test_scratch_memory_is_no_larger_than_splits_are_many(count, seed):
+    """Long extends leave nothing behind but where they are split, however many blocks of queries they have."""
+    pick = random.Random(seed)
+    rows = [(pick.choice([1, 1, 30, 70]), pick.choice([0, 40, 150, 400])) for _ in range(pick.randint(1, 6))]
+    ws = Guarded(count)
+    make_case(seed, rows=rows, heads=(2, 1)).check(KERNEL, ws)
+    assert ws.intact()
+    _, slots = ws.held["arrivals"]
+    assert slots <= 4 * (4 * 2 * count) // 3 + 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
