@@ -209,6 +209,7 @@ def as_data(answer: Explanation) -> dict[str, Any]:
         },
         "kernel": answer.kernel,
         "requests": [str(route.request) for route in answer.routes],
+        "measured": list(answer.evidence),
         "rejections": [attrs.asdict(reason) for reason in answer.rejections],
         "absent": answer.absent,
     }

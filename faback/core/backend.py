@@ -16,6 +16,7 @@ from faback.core.explain import Explanation
 from faback.core.graphs import Arena, Graphs
 from faback.core.kernel import KernelRequest, arch_of
 from faback.core.layer import AttentionLayer, LayerKind, by_id
+from faback.core.measured import bucket
 from faback.core.plan import Arguments, Plan, Preparation, Step
 from faback.core.pools import Pools
 from faback.core.registry import Contribution, Registry
@@ -310,6 +311,7 @@ class AttentionBackend:
             overlays=tuple(str(c) for c in self._kinds[kind]),
             segment=segment,
             routes=routes,
+            evidence=tuple(line for line in (self._selector.evidence(route.request) for route in routes) if line),
             rejections=tuple(r for route in routes for r in self._selector.rejections(route.request)),
             absent=self._selector.absent,
         )
@@ -368,14 +370,22 @@ class AttentionBackend:
     def _route(self, forward_mode: str, kind: LayerKind, part: Segment, shared: frozenset[str]) -> Route:
         """How a part is served. The same question comes with every plan: a request is made once."""
         fresh = part.kv is None
-        key = forward_mode, kind, 1 if part.kv is None else part.kv.page_size, part.features() | shared, fresh
+        page_size = 1 if part.kv is None else part.kv.page_size
+        sizes = bucket(part.rows), bucket(part.max_seqlen_q), bucket(part.reach)
+        key = forward_mode, kind, page_size, part.features() | shared, fresh, sizes
         found = self._routes.get(key)
         if found is None:
             found = self._routes[key] = self._selector.route(self._ask(*key))
         return found
 
     def _ask(
-        self, forward_mode: str, kind: LayerKind, page_size: int, features: frozenset[str], fresh: bool
+        self,
+        forward_mode: str,
+        kind: LayerKind,
+        page_size: int,
+        features: frozenset[str],
+        fresh: bool,
+        sizes: tuple[int, int, int] = (0, 0, 0),
     ) -> KernelRequest:
         return KernelRequest(
             forward_mode=forward_mode,
@@ -389,6 +399,10 @@ class AttentionBackend:
             v_head_dim=kind.v_head_dim,
             page_size=page_size,
             features=features | ({"deterministic"} if self.config.deterministic else frozenset()),
+            rows=sizes[0],
+            queries=sizes[1],
+            keys=sizes[2],
+            kernel=kind.kernel,
         )
 
     def _admit(self, layer: AttentionLayer) -> None:

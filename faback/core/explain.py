@@ -18,6 +18,7 @@ class Explanation:
         overlays: overlays that vary this kind of layer, in order, each with its distribution.
         segment: who sees what.
         routes: the kernels chosen, one route per call.
+        evidence: the measured figures that a choice went by, one line per call that has any.
         rejections: each reason of each kernel against the request as it stands.
         absent: kernels that cannot run here, and why.
     """
@@ -26,6 +27,7 @@ class Explanation:
     overlays: tuple[str, ...]
     segment: Segment
     routes: tuple[Route, ...]
+    evidence: tuple[str, ...]
     rejections: tuple[Rejection, ...]
     absent: dict[str, str]
 
@@ -46,6 +48,7 @@ class Explanation:
             f"kernel    {self.kernel}",
         ]
         lines += [f"asked     {route.request}" for route in self.routes]
+        lines += [f"measured  {line}" for line in self.evidence]
         lines += [f"rejected  {reason}" for reason in self.rejections]
         lines += [f"absent    {name}: {reason}" for name, reason in self.absent.items()]
         return "\n".join(lines)

@@ -28,6 +28,9 @@ class KernelRequest:
         num_q_heads, num_kv_heads, head_dim, v_head_dim: of the layer.
         page_size: tokens per page of the keys' view.
         features: names from `FEATURES`, or a plugin's own.
+        rows, queries, keys: sizes, for ranking alone: sequences, the most queries of one and the most keys that a query
+            may reach, each rounded up to a power of two; 0 where they are not known yet.
+        kernel: the kernel that the layer asks for by name; None leaves it to the configuration.
     """
 
     forward_mode: str
@@ -41,6 +44,10 @@ class KernelRequest:
     v_head_dim: int
     page_size: int
     features: frozenset[str]
+    rows: int = 0
+    queries: int = 0
+    keys: int = 0
+    kernel: str | None = None
 
     def __str__(self) -> str:
         dims = f"{self.num_q_heads}/{self.num_kv_heads} heads, dims {self.head_dim}/{self.v_head_dim}"

@@ -61,6 +61,8 @@ class LayerKind:
             once.
         kv_group: which part of the KV pool holds the layer's cache, as the pool names it; "none" for layers whose keys
             and values come with each call and are not kept.
+        kernel: the name of the kernel that serves such layers, whatever the configuration says; it never falls back to
+            another. None leaves the choice to the configuration.
     """
 
     num_q_heads: int = attrs.field(validator=_positive)
@@ -79,6 +81,7 @@ class LayerKind:
     kv_scales: bool = False
     latent: bool = False
     kv_group: str = "full"
+    kernel: str | None = None
 
     def __attrs_post_init__(self) -> None:
         if self.num_q_heads % self.num_kv_heads:

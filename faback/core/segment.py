@@ -221,6 +221,16 @@ class Segment:
     exchange: Exchange | None = None
     absolute: bool = True
 
+    @property
+    def reach(self) -> int:
+        """Upper bound of the keys that one row's queries look at, on the host."""
+        keys = self.max_kv_len + (0 if self.tail is None else self.tail.size)
+        rule = self.visibility
+        if rule.keep is not None or not rule.causal:
+            return keys
+        bounds = (bound + self.max_seqlen_q for bound in (rule.window[0], rule.chunk) if bound is not None)
+        return min((keys, *bounds))
+
     def features(self) -> frozenset[str]:
         """The `FEATURES` that this segment needs of a kernel."""
         view = self.kv

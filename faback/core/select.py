@@ -11,7 +11,8 @@ import torch
 from faback.core.config import BackendConfig
 from faback.core.contracts import Lowering
 from faback.core.errors import ConfigError, NoKernelError
-from faback.core.kernel import KernelProvider, KernelRequest, Rejection
+from faback.core.kernel import KernelProvider, KernelRequest, Rejection, arch_of
+from faback.core.measured import load
 from faback.core.registry import Contribution, Registry
 
 
@@ -73,6 +74,7 @@ class Selector:
                 self.kernels.append(kernel.value)
             else:
                 self._absent[kernel.value.name] = reason
+        self.measured = load(arch_of(device))
         self._routes: dict[KernelRequest, Route] = {}
         for name in {config.kernels} if isinstance(config.kernels, str) else set(config.kernels.values()):
             self._pinned(name)
@@ -100,6 +102,11 @@ class Selector:
             self._routes[request] = found
         return self._routes[request]
 
+    def evidence(self, request: KernelRequest) -> str:
+        """The measured figures that the choice went by, "" where it did not go by any."""
+        point = self.measured.nearest(request) if self._chosen(request) == "auto" else None
+        return "" if point is None else f"{point} ({self.measured.source})"
+
     def rejections(self, request: KernelRequest) -> tuple[Rejection, ...]:
         """Every reason of every kernel that runs here against a request."""
         return tuple(reason for kernel in self.kernels for reason in self._reject(kernel, request))
@@ -114,13 +121,19 @@ class Selector:
         if not pinned and name != "auto":
             absent = [f"{n} (not here: {r})" for n, r in self._absent.items()]
             known = ", ".join([kernel.name for kernel in self.kernels] + absent)
-            raise ConfigError("config.kernels", wanted=f"'auto' or one of: {known}", got=name)
+            raise ConfigError("kernels", wanted=f"'auto' or one of: {known}", got=name)
         return pinned
 
+    def _chosen(self, request: KernelRequest) -> str:
+        """The kernel that the layer or the configuration names, or "auto"."""
+        return request.kernel or self._config.kernel_for(request.forward_mode)
+
     def _candidates(self, request: KernelRequest) -> list[KernelProvider]:
-        name = self._config.kernel_for(request.forward_mode)
+        name = self._chosen(request)
         pinned = self._pinned(name)
-        return self._registry.rank(request, pinned) if name == "auto" else pinned
+        if name != "auto":
+            return pinned
+        return self._registry.rank(request, self.measured.order(request, pinned))
 
     def _solve(
         self, request: KernelRequest, candidates: Sequence[KernelProvider], known: dict[KernelRequest, Route | None]
@@ -150,7 +163,7 @@ class Selector:
 
     def _failure(self, request: KernelRequest, candidates: Sequence[KernelProvider]) -> NoKernelError:
         reasons = [str(reason) for kernel in candidates for reason in self._reject(kernel, request)]
-        pinned = self._config.kernel_for(request.forward_mode) != "auto"
+        pinned = self._chosen(request) != "auto"
         if not pinned:
             dropped = [kernel.name for kernel in self.kernels if kernel not in candidates]
             reasons += [f"{name}: dropped by a plugin's faback_rank" for name in dropped]
