@@ -77,6 +77,17 @@ CASES = (
 )
 """Targets are those of the project for one H200; None where it has none."""
 
+MORE = (
+    decode(4, 8192, None),
+    decode(8, 32768, None),
+    Case("extend 64 x 16 after 2048", ((2048, 16),) * 64),
+    Case("extend 16 x 64 after 4096", ((4096, 64),) * 16),
+    Case("extend 4 x 512 after 8192", ((8192, 512),) * 4),
+    Case("extend 1 x 512", ((0, 512),)),
+    Case("extend 1 x 2048", ((0, 2048),)),
+)
+"""Shapes between those, for the table that "auto" goes by."""
+
 STEPS = (
     decode(64, 4096, 7883),
     decode(64, 4096, 8064, page_size=1),

@@ -14,6 +14,7 @@ from faback.bench.cases import CASES, Case
 from faback.bench.problem import Problem
 from faback.bench.rivals import attention
 from faback.bench.timing import graph_us
+from faback.core.errors import NoKernelError
 from faback.kernels.triton.ops import TritonOps
 
 COPY_BYTES_PER_US = 4.2e6
@@ -51,14 +52,15 @@ def measure(case: Case, kernels: Sequence[str]) -> dict[str, Any]:
     if rival is not None:
         attempt(row, "fa3", lambda: row.update(fa3_us=round(graph_us(rival), 2)))
     for kernel in kernels:
-        found = attempt(row, kernel, partial(_figures, problem, kernel))
+        found = attempt(row, kernel, partial(figures, problem, kernel))
         row.update(found or {})
         if f"{kernel}_us" in row and "fa3_us" in row:
             row[f"{kernel}_over_fa3"] = round(row[f"{kernel}_us"] / row["fa3_us"], 3)
     return row
 
 
-def _figures(problem: Problem, kernel: str) -> dict[str, float]:
+def figures(problem: Problem, kernel: str) -> dict[str, float]:
+    """Median and error of a kernel. Raises like `checked`."""
     backend = problem.backend(kernel)
     run = problem.run(backend)
     error = checked(problem, run)
@@ -78,9 +80,11 @@ def checked(problem: Problem, call: Callable[[], Any]) -> float:
 
 
 def attempt(row: dict[str, Any], name: str, call: Callable[[], Any]) -> Any:
-    """The call's result; a failure becomes part of the row, and the other kernels and cases go on."""
+    """The call's result; a refusal or failure becomes part of the row, and the other kernels and cases go on."""
     try:
         return call()
+    except NoKernelError as error:
+        row[f"{name}_refused"] = "; ".join(error.reasons)[:300]
     except Exception as error:  # noqa: BLE001
         row[f"{name}_failed"] = f"{type(error).__name__}: {error}"[:200]
-        return None
+    return None

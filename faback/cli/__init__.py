@@ -27,7 +27,7 @@ def build_app() -> "typer.Typer":
     """The application with all its commands."""
     import typer
 
-    from faback.cli import bench, check, doctor, explain, modes
+    from faback.cli import bench, check, doctor, explain, modes, tune
     from faback.cli.output import Commands
 
     app = typer.Typer(
@@ -43,6 +43,7 @@ def build_app() -> "typer.Typer":
         ("explain", explain),
         ("check", check),
         ("bench", bench),
+        ("tune", tune),
     ):
         app.command(name)(module.command)
     anything = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}

@@ -16,7 +16,7 @@ import faback
 from faback.cli.output import main_console, side_console, table
 from faback.core.errors import ConfigError
 
-SUITES = ("kernels", "step")
+SUITES = ("kernels", "providers", "step")
 
 
 def command(
@@ -32,7 +32,7 @@ def command(
     if not torch.cuda.is_available():
         raise ConfigError("faback bench", wanted="a CUDA GPU", got="none", hint="Kernels are timed where they run.")
     rows = []
-    for row in _rows(suite, kernel or ["triton"], only):
+    for row in _rows(suite, kernel or [], only):
         side_console().print(" ".join(f"{name}={value}" for name, value in row.items()), highlight=False)
         rows.append(row)
     if json_file is not None:
@@ -48,9 +48,11 @@ def command(
 
 def _rows(suite: str, kernels: Sequence[str], only: str) -> Iterator[dict[str, Any]]:
     from faback.bench import kernels as attention
-    from faback.bench import steps
+    from faback.bench import providers, steps
 
-    return {"kernels": attention.run, "step": steps.run}[suite](kernels, only)
+    if suite == "providers":
+        return providers.run(kernels, only)
+    return {"kernels": attention.run, "step": steps.run}[suite](kernels or ["triton"], only)
 
 
 def environment(commit: str | None = None) -> dict[str, Any]:
