@@ -26,4 +26,5 @@ BUILTINS: tuple[str, ...] = (
     "faback.kernels.reference",
     "faback.kernels.triton.ops",
     "faback.kernels.triton.provider",
+    "faback.kernels.fa3",
 )

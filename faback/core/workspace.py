@@ -131,6 +131,10 @@ class DeviceOps(Protocol):
         """Stores k, v [tokens, heads, dim] in their slots, divided by the scale, cast and translated; v may be None."""
         ...
 
+    def clear(self, out: Tensor, lse: Tensor | None, offsets: Tensor) -> None:
+        """out [tokens, heads, dim] = 0, lse [tokens, heads] = -inf from token offsets[-1] on: they belong to no row."""
+        ...
+
     def merge(
         self, outs: list[Tensor], lses: list[Tensor], out: Tensor, lse: Tensor | None, sinks: Tensor | None
     ) -> None:

@@ -90,6 +90,12 @@ class TorchFills:
             slots = translated(view, torch.where(live, slots_at(view, row, token), 0))
         out.copy_(torch.where(live, slots, 0))
 
+    def clear(self, out: Tensor, lse: Tensor | None, offsets: Tensor) -> None:
+        nobodys = torch.arange(out.shape[0], device=out.device) >= offsets[-1]
+        out.masked_fill_(nobodys[:, None, None], 0)
+        if lse is not None:
+            lse.masked_fill_(nobodys[:, None], -torch.inf)
+
     def prompt_reach(
         self,
         out: Tensor,

@@ -28,6 +28,8 @@ LIMITS = MappingProxyType({dtype: torch.finfo(dtype).max for dtype in FP8_DTYPES
 """Where stored numbers saturate."""
 BLOCK = 256
 """Elements that one program of a fill writes."""
+BLOCK_T = 16
+"""Tokens that one program looks at where there is little to do."""
 
 
 class TritonOps(TorchFills):
@@ -179,6 +181,18 @@ class TritonOps(TorchFills):
             LIMIT=LIMITS.get(k_cache.dtype, 0.0),
             BLOCK_T=block_t,
         )
+
+    def clear(self, out: Tensor, lse: Tensor | None, offsets: Tensor) -> None:
+        from faback.kernels.triton.store import clear
+
+        tokens, heads, dim = out.shape
+        if tokens == 0:
+            return
+        strides = *out.stride()[:2], 0 if lse is None else lse.stride(0)
+        blocks = {"BLOCK_H": power_of_two(heads, least=1), "BLOCK": power_of_two(dim), "BLOCK_T": BLOCK_T}
+        grid = -(-tokens // BLOCK_T), 1, 1
+        counts = offsets.shape[0] - 1, tokens
+        self._launch(clear, grid, (out, lse, offsets, *strides), counts, HEADS=heads, DV=dim, **blocks)
 
     def merge(
         self, outs: list[Tensor], lses: list[Tensor], out: Tensor, lse: Tensor | None, sinks: Tensor | None

@@ -1,4 +1,4 @@
-"""Writing new keys and values into the cache: one launch for both, with cast, scale and slot translation."""
+"""Writing new keys and values into the cache, merging partial results, clearing what nobody writes."""
 
 from __future__ import annotations
 
@@ -52,6 +52,26 @@ def store(
             v, v_cache, token, slot, exists, head, v_scale, v_factor, v_token, v_head, vc_slot, vc_head,
             V_PER_HEAD, DV, BLOCK_V, LIMIT,
         )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=("rows", "tokens"))
+def clear(
+    out, lse, offsets, o_token, o_head, lse_token, rows, tokens,
+    HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """Zeros, and -inf in lse, for the tokens behind the last row. Grid: (blocks of tokens,)."""
+    end = tl.load(offsets + rows)
+    first = tl.maximum(tl.program_id(0) * BLOCK_T, end)
+    last = tl.minimum(tl.program_id(0) * BLOCK_T + BLOCK_T, tokens)
+    h, d = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK)
+    for i in range(first, last):
+        token = tl.zeros((BLOCK_H,), tl.int64) + i
+        at = out + (token * o_token + h * o_head)[:, None] + d[None, :]
+        zeros = tl.zeros((BLOCK_H, BLOCK), out.dtype.element_ty)
+        tl.store(at, zeros, mask=(h < HEADS)[:, None] & (d < DV)[None, :])
+        if lse is not None:
+            nothing = tl.full((BLOCK_H,), float("-inf"), tl.float32)
+            tl.store(lse + token * lse_token + h, nothing, mask=h < HEADS)
 
 
 @triton.jit(do_not_specialize=("parts", "tokens", "part_out", "part_lse"))

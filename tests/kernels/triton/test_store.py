@@ -157,3 +157,20 @@ def test_merge_of_bfloat16_and_of_nothing():
     TorchOps().merge(outs, lses, wanted, None, None)
     torch.testing.assert_close(out.float(), wanted.float(), atol=1e-2, rtol=0)
     OPS.merge([o[:0] for o in outs], [x[:0] for x in lses], out[:0], None, None)
+
+
+@pytest.mark.parametrize("end", [0, 3, 17, 40])
+@pytest.mark.parametrize("with_lse", [True, False])
+def test_tokens_that_no_row_owns_are_cleared_and_no_others(end, with_lse):
+    whole = torch.randn(40, 5, 30, dtype=torch.float16)
+    out, lse = whole[:, :3, :24], torch.randn(40, 3) if with_lse else None
+    before = whole.clone(), None if lse is None else lse.clone()
+    OPS.clear(out, lse, torch.tensor([0, end // 2, end], dtype=torch.int32))
+    assert not out[end:].any()
+    assert torch.equal(whole[:end], before[0][:end])
+    assert torch.equal(whole[:, 3:], before[0][:, 3:]) and torch.equal(whole[..., 24:], before[0][..., 24:])
+    if lse is not None:
+        assert torch.equal(lse[:end], before[1][:end]) and lse[end:].eq(-torch.inf).all()
+    mine, theirs = out.clone(), before[0][:, :3, :24].clone()
+    TorchOps().clear(theirs, None, torch.tensor([0, end], dtype=torch.int32))
+    assert torch.equal(mine, theirs)

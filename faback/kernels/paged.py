@@ -1,0 +1,80 @@
+"""What kernels that read page tables have in common: a segment as flash-attn's variable-length calls take it."""
+
+from __future__ import annotations
+
+import attrs
+import torch
+
+from faback.core.segment import Segment
+from faback.core.workspace import Workspace
+
+Tensor = torch.Tensor
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Paged:
+    """Rows of queries and keys, padding resolved: made once per plan by `of`.
+
+    Attributes:
+        rows, tokens: of the segment.
+        offsets: int32 [rows + 1], where each row's queries lie.
+        max_seqlen_q, max_seqlen_k: upper bounds of a row, on the host.
+        lens: int32 [rows], keys of each row; 0 for padding.
+        table: int32 [rows, pages] page ids, None for keys that come with the call.
+        offsets_k: int32 [rows + 1], where each row's keys lie in those; None for a cache.
+        page_size: tokens per page.
+        causal: a query sees no key behind it.
+        window: inclusive distances (left, right), -1 where open.
+        owned: every token is known to belong to a row.
+    """
+
+    rows: int
+    tokens: int
+    offsets: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    lens: Tensor
+    table: Tensor | None
+    offsets_k: Tensor | None
+    page_size: int
+    causal: bool
+    window: tuple[int, int]
+    owned: bool
+
+    @classmethod
+    def of(cls, segment: Segment, ws: Workspace) -> Paged:
+        """Two fills at most: lengths without padding, and the page table, slot map included.
+
+        The segment has neither a tail nor a start offset, and no rule besides causality, a window and a chunk.
+        """
+        view, rule = segment.kv, segment.visibility
+        active = None if view is None or view.dense else view.req_pool_indices
+        lens = segment.kv_len
+        if active is not None or lens.dtype != torch.int32:
+            lens = ws.fill("live_keys", (segment.rows,), ws.ops.lens, lens, add=0, active=active)
+        each = segment.max_seqlen_q
+        uniform = segment.rows * each == segment.tokens
+        left, right = (-1 if bound is None else bound for bound in rule.window)
+        offsets_k = segment.cu_seqlens_q if segment.cu_seqlens_k is None else segment.cu_seqlens_k
+        return cls(
+            rows=segment.rows,
+            tokens=segment.tokens,
+            offsets=segment.cu_seqlens_q,
+            max_seqlen_q=each,
+            max_seqlen_k=segment.max_kv_len,
+            lens=lens,
+            table=None if view is None else ws.page_table("page_table", view, lens, segment.max_kv_len),
+            offsets_k=offsets_k if view is None else None,
+            page_size=1 if view is None else view.page_size,
+            causal=rule.causal,
+            window=(left, 0 if rule.causal else right),
+            owned=uniform and segment.cu_seqlens_q.data_ptr() == ws.uniform_offsets(segment.rows, each).data_ptr(),
+        )
+
+    def pages(self, cache: Tensor) -> Tensor:
+        """[slots, heads, dim] -> [pages, page_size, heads, dim]; what comes with the call stays as it is."""
+        if self.table is None:
+            return cache
+        slot, head, _ = cache.stride()
+        shape = cache.shape[0] // self.page_size, self.page_size, *cache.shape[1:]
+        return cache.as_strided(shape, (slot * self.page_size, slot, head, 1))
