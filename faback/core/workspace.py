@@ -67,7 +67,7 @@ class DeviceOps(Protocol):
         ...
 
     def page_table(self, out: Tensor, view: KVView, lens: Tensor) -> None:
-        """out [rows, pages]: page ids of a view's rows, translated, 0 past each length."""
+        """out [rows, pages]: page ids of a view's rows from its start on, translated, 0 past each length."""
         ...
 
     def slot_table(self, out: Tensor, segment: Segment) -> None:
@@ -112,6 +112,23 @@ class DeviceOps(Protocol):
 
     def remember(self, prompts: Tensor, rows: Tensor, seq_lens: Tensor, later: Tensor | None) -> None:
         """prompts[rows[b]] = seq_lens[b], except where later[b] is not 0; and 0 in row 0, which is padding's."""
+        ...
+
+    def near_keys(
+        self,
+        out: Tensor,
+        lens: Tensor,
+        offsets: Tensor,
+        active: Tensor | None,
+        *,
+        left: int,
+        page_size: int,
+    ) -> None:
+        """out [2, n]: first key that row b's queries may see, a multiple of the page size, and how many are left.
+
+        The offsets[b + 1] - offsets[b] queries are the last of lens[b] tokens and look `left` far. Both are 0 where
+        `active` [n] is 0.
+        """
         ...
 
     def translate(self, out: Tensor, slots: Tensor, slot_map: Tensor) -> None:
@@ -245,7 +262,7 @@ class Workspace(abc.ABC):
         return self.fill(name, (lens.shape[0] + 1,), self.ops.offsets, lens)
 
     def page_table(self, name: str, view: KVView, lens: Tensor, max_len: int) -> Tensor:
-        """int32 [rows, pages] page ids of a view's first `lens` tokens, 0 behind them; the view has no start offset."""
+        """int32 [rows, pages] page ids of a view's first `lens` tokens, 0 behind them; it starts at page borders."""
         pages = max(1, -(-max_len // view.page_size))
         return self.fill(name, (lens.shape[0], pages), self.ops.page_table, view=view, lens=lens)
 

@@ -101,7 +101,7 @@ class FlashAttention3(KernelProvider):
         build = self._build
         assert build is not None
         parts = {
-            "window": "LOCAL", "window_right": "LOCAL", "chunk": "LOCAL", "softcap": "SOFTCAP", "raw_kv": "VARLEN",
+            "window": "LOCAL", "window_right": "LOCAL", "softcap": "SOFTCAP", "raw_kv": "VARLEN",
             "dense_table": "PAGEDKV", "slot_map": "PAGEDKV",
         }  # fmt: skip
         features = {feature for feature, part in parts.items() if not build.lacks(part)}
@@ -123,9 +123,7 @@ class FlashAttention3(KernelProvider):
         assert build is not None
         k, v = request.head_dim, request.v_head_dim
         # Builds without these kernels still accept such dims, and compute with equal ones.
-        unequal = (k <= 64 and v <= 512 and not build.lacks("HDIMDIFF64")) or (
-            128 < k <= 192 and 96 < v <= 128 and not build.lacks("HDIMDIFF192")
-        )
+        unequal = 128 < k <= 192 and 96 < v <= 128 and not build.lacks("HDIMDIFF192")
         if k != v and not unequal:
             hint = "the triton kernel takes any dims"
             found.append(Rejection(self.name, "head dim", f"{k}/{v}", "equal dims of k and v in this build", hint))
@@ -136,7 +134,7 @@ class FlashAttention3(KernelProvider):
         return tuple(found)
 
     def prepare(self, segment: Segment, layer: LayerKind, request: KernelRequest, ws: Workspace) -> Prepared:
-        paged, chunk = Paged.of(segment, ws), segment.visibility.chunk or 0
+        paged = Paged.of(segment, ws)
         arguments = {
             "cu_seqlens_q": paged.offsets,
             "cu_seqlens_k": paged.offsets_k,
@@ -148,12 +146,11 @@ class FlashAttention3(KernelProvider):
             "is_causal": paged.causal,
             "window_size_left": paged.window[0],
             "window_size_right": paged.window[1],
-            "attention_chunk": chunk,
             "softcap": layer.softcap,
             "num_splits": 0 if paged.table is not None else 1,
         }
         if paged.table is not None and paged.rows > 0:
-            arguments["scheduler_metadata"] = self._schedule(paged, chunk, layer, request.q_dtype, ws)
+            arguments["scheduler_metadata"] = self._schedule(paged, layer, request.q_dtype, ws)
         return Prepared(paged, arguments, ws.ops)
 
     def run(
@@ -192,7 +189,7 @@ class FlashAttention3(KernelProvider):
         if not paged.owned or out.shape[0] > paged.tokens:
             prepared.ops.clear(out, lse, paged.offsets)
 
-    def _schedule(self, paged: Paged, chunk: int, layer: LayerKind, dtype: torch.dtype, ws: Workspace) -> Tensor:
+    def _schedule(self, paged: Paged, layer: LayerKind, dtype: torch.dtype, ws: Workspace) -> Tensor:
         """The kernel's own plan from device lengths, once for all layers."""
         sizes: dict[str, Any] = {
             "batch_size": paged.rows,
@@ -207,7 +204,6 @@ class FlashAttention3(KernelProvider):
             "is_causal": paged.causal,
             "window_size_left": paged.window[0],
             "window_size_right": paged.window[1],
-            "attention_chunk": chunk,
             "has_softcap": layer.softcap > 0,
         }
         key = tuple(sizes.values())

@@ -45,29 +45,39 @@ class Paged:
     def of(cls, segment: Segment, ws: Workspace) -> Paged:
         """Two fills at most: lengths without padding, and the page table, slot map included.
 
-        The segment has neither a tail nor a start offset, and no rule besides causality, a window and a chunk.
+        The segment has neither a tail nor a start offset, and no rule besides causality and a window. Pages before the
+        window of a row's first query are left out: they may have been given back, and these kernels multiply what they
+        mask. Chunks are not their matter for the same reason: one may begin within a page.
         """
         view, rule = segment.kv, segment.visibility
         active = None if view is None or view.dense else view.req_pool_indices
-        lens = segment.kv_len
-        if active is not None or lens.dtype != torch.int32:
+        lens, each, longest, table = segment.kv_len, segment.max_seqlen_q, segment.max_kv_len, None
+        left, right = rule.window
+        if view is not None and left is not None:
+            known = lens, segment.cu_seqlens_q, active
+            keys = ws.fill(
+                "near_keys", (2, segment.rows), ws.ops.near_keys, *known, left=left, page_size=view.page_size
+            )
+            view, lens = attrs.evolve(view, start=keys[0]), keys[1]
+            longest = min(longest, left + each + view.page_size)
+        elif active is not None or lens.dtype != torch.int32:
             lens = ws.fill("live_keys", (segment.rows,), ws.ops.lens, lens, add=0, active=active)
-        each = segment.max_seqlen_q
+        if view is not None:
+            table = ws.page_table("page_table", view, lens, longest)
         uniform = segment.rows * each == segment.tokens
-        left, right = (-1 if bound is None else bound for bound in rule.window)
         offsets_k = segment.cu_seqlens_q if segment.cu_seqlens_k is None else segment.cu_seqlens_k
         return cls(
             rows=segment.rows,
             tokens=segment.tokens,
             offsets=segment.cu_seqlens_q,
             max_seqlen_q=each,
-            max_seqlen_k=segment.max_kv_len,
+            max_seqlen_k=longest,
             lens=lens,
-            table=None if view is None else ws.page_table("page_table", view, lens, segment.max_kv_len),
+            table=table,
             offsets_k=offsets_k if view is None else None,
             page_size=1 if view is None else view.page_size,
             causal=rule.causal,
-            window=(left, 0 if rule.causal else right),
+            window=(-1 if left is None else left, 0 if rule.causal else -1 if right is None else right),
             owned=uniform and segment.cu_seqlens_q.data_ptr() == ws.uniform_offsets(segment.rows, each).data_ptr(),
         )
 

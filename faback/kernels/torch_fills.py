@@ -90,6 +90,22 @@ class TorchFills:
             slots = translated(view, torch.where(live, slots_at(view, row, token), 0))
         out.copy_(torch.where(live, slots, 0))
 
+    def near_keys(
+        self,
+        out: Tensor,
+        lens: Tensor,
+        offsets: Tensor,
+        active: Tensor | None,
+        *,
+        left: int,
+        page_size: int,
+    ) -> None:
+        total = lens if active is None else lens * (active != 0)
+        first = (total - offsets.diff() - left).clamp(min=0)
+        begin = torch.minimum(first // page_size * page_size, total)
+        out[0] = begin
+        out[1] = total - begin
+
     def clear(self, out: Tensor, lse: Tensor | None, offsets: Tensor) -> None:
         nobodys = torch.arange(out.shape[0], device=out.device) >= offsets[-1]
         out.masked_fill_(nobodys[:, None, None], 0)

@@ -163,6 +163,20 @@ def prompt_reach(
     tl.store(out + 2 * n + i, behind.to(tl.int32), mask=exists)
 
 
+@triton.jit(do_not_specialize=("n", "left"))
+def near_keys(out, lens, offsets, active, page_size, n, left, BLOCK: tl.constexpr):
+    """out [2, n]: first key that a row's queries may see, at a page border, and how many there are. Grid: (blocks,)."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    exists = i < n
+    total = tl.load(lens + i, mask=exists, other=0).to(tl.int32)
+    if active is not None:
+        total = tl.where(tl.load(active + i, mask=exists, other=0) != 0, total, 0)
+    queries = tl.load(offsets + i + 1, mask=exists, other=0) - tl.load(offsets + i, mask=exists, other=0)
+    begin = tl.minimum(tl.maximum(total - queries - left, 0) // page_size * page_size, total)
+    tl.store(out + i, begin, mask=exists)
+    tl.store(out + n + i, total - begin, mask=exists)
+
+
 @triton.jit(do_not_specialize=("n",))
 def remember(prompts, rows, seq_lens, later, n, BLOCK: tl.constexpr):
     """prompts[rows] = seq_lens, but in later rows and in row 0. Grid: (blocks of n,)."""

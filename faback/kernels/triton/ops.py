@@ -133,6 +133,24 @@ class TritonOps(TorchFills):
         grid = -(-n // BLOCK), 1, 1
         self._launch(prompt_reach, grid, (out, prompts, *known), (n, later, prompt), BLOCK=BLOCK)
 
+    def near_keys(
+        self,
+        out: Tensor,
+        lens: Tensor,
+        offsets: Tensor,
+        active: Tensor | None,
+        *,
+        left: int,
+        page_size: int,
+    ) -> None:
+        from faback.kernels.triton.fills import near_keys
+
+        n = lens.shape[0]
+        if n == 0:
+            return
+        varying = out, _plain(lens), offsets, _plain(active), page_size
+        self._launch(near_keys, (-(-n // BLOCK), 1, 1), varying, (n, left), BLOCK=BLOCK)
+
     def remember(self, prompts: Tensor, rows: Tensor, seq_lens: Tensor, later: Tensor | None) -> None:
         from faback.kernels.triton.fills import remember
 

@@ -276,3 +276,20 @@ def test_prompts_are_remembered(order, count, dtype, some_later):
     for row, length in zip(order[:count], lens.tolist(), strict=False):
         assert mine[row] == (row if some_later and length % 2 == 0 else length)
     assert mine[0] == 0
+
+
+@QUICK
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.integers(0, 5), st.integers(0, 30)), max_size=6), INDEX, EITHER, st.data()
+)
+def test_where_the_keys_begin_that_a_window_reaches(batch, dtype, padded, data):
+    rows, new, lens = (torch.tensor([entry[i] for entry in batch], dtype=dtype) for i in range(3))
+    left, page = data.draw(st.integers(0, 12)), data.draw(st.sampled_from(PAGE_SIZES))
+    offsets = torch.nn.functional.pad(new.cumsum(0), (1, 0)).int()
+    active = rows if padded else None
+    begins, counts = filled("near_keys", (2, len(batch)), lens, offsets, active, left=left, page_size=page)
+    for (row, count, length), begin, kept in zip(batch, begins, counts, strict=True):
+        length = 0 if padded and row == 0 else length
+        assert begin % page == 0 or begin == length
+        assert begin + kept == length
+        assert begin <= max(0, length - count - left) < begin + page or begin == length
