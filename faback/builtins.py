@@ -27,4 +27,5 @@ BUILTINS: tuple[str, ...] = (
     "faback.kernels.triton.ops",
     "faback.kernels.triton.provider",
     "faback.kernels.fa3",
+    "faback.kernels.fa4",
 )

@@ -39,7 +39,7 @@ def fwd(
     leftpad_k=None, rotary_cos=None, rotary_sin=None, seqlens_rotary=None, q_descale=None, k_descale=None,
     v_descale=None, softmax_scale=None, is_causal=False, window_size_left=-1, window_size_right=-1, attention_chunk=0,
     softcap=0.0, is_rotary_interleaved=False, scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0,
-    sinks=None,
+    sinks=None, sink_dtypes=(torch.bfloat16,),
 ):  # fmt: skip
     """Rows of queries against pages, or against packed keys; tokens of no row are left as they are."""
     assert q.dtype == k.dtype == v.dtype and q.dtype in (torch.float16, torch.bfloat16)
@@ -48,7 +48,7 @@ def fwd(
     assert cu_seqlens_q.dtype == torch.int32 and seqused_k.dtype == torch.int32
     assert (page_table is None) != (cu_seqlens_k is None)
     assert page_table is None or (page_table.dtype == torch.int32 and page_table.stride(-1) == 1)
-    assert sinks is None or sinks.dtype == torch.bfloat16
+    assert sinks is None or sinks.dtype in sink_dtypes
     if scheduler_metadata is not None:
         assert scheduler_metadata[1:].tolist() == seqused_k.tolist(), "metadata of other lengths"
     group = q.shape[1] // k.shape[-2]
