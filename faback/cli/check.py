@@ -57,6 +57,9 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "branches": {"topk": 3},
         "branches+scores": {"topk": 2, "sinks": True, "softcap": True},
         "branches+hybrid": {"topk": 2, "hybrid": True},
+        "half": {"dtype": torch.bfloat16, "head_dim": 64, "sinks": True, "padded_rows": 1},
+        "half+hybrid": {"dtype": torch.float16, "head_dim": 64, "hybrid": True},
+        "half+branches": {"dtype": torch.bfloat16, "head_dim": 64, "topk": 2},
         "ragged": {"ragged": True},
         "strided": {"strided_rows": True},
     }
