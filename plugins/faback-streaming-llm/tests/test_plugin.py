@@ -29,8 +29,6 @@ def brought(config, points):
     kernels = registry.kernels(torch.device("cpu"))
     parts = (registry.modes(config).values(), registry.overlays(config), registry.lowerings(config), kernels)
     found = [[getattr(c.value, "key", None) or c.value.name for c in part] for part in parts]
-        [getattr(c.value, "key", None) or c.value.name for c in part] for part in (*parts, registry.kernels(device))
-    ]
     assert {record.status for record in registry.records} == {"loaded"}
     return found
 
