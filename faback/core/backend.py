@@ -70,7 +70,7 @@ class AttentionBackend:
             raise ConfigError("config.kernels", wanted=wanted, got=", ".join(typos))
         self._check_options()
         self._ops = self.registry.device_ops(self.device)
-        self._constants: dict[Any, Tensor] = {}
+        self._constants: dict[Any, Any] = {}
         self._arch = arch_of(self.device)
         self._kinds: dict[LayerKind, list[Contribution[Overlay]]] = {}
         self._kind_of = {layer.layer_id: layer.kind for layer in self.layers.values()}

@@ -16,7 +16,7 @@ import torch
 
 from faback.core.batch import MIRRORED, ON_DEVICE, ForwardBatch
 from faback.core.errors import BatchError, CapacityError, FabackError
-from faback.core.workspace import DeviceOps, Workspace
+from faback.core.workspace import DeviceOps, Workspace, stream_of
 
 Tensor = torch.Tensor
 
@@ -30,12 +30,11 @@ class Arena:
 
     Attributes:
         sealed: nothing may grow any more.
-        streams: where plans were read since the memory was filled last.
     """
 
     device: torch.device
     sealed: bool = False
-    streams: set[torch.cuda.Stream] = attrs.field(factory=set)
+    _streams: dict[int, torch.cuda.Stream] = attrs.field(factory=dict)
     _buffers: dict[Any, Tensor] = attrs.field(factory=dict)
 
     def take(self, key: tuple[str, int, torch.dtype], shape: tuple[int, ...]) -> Tensor:
@@ -58,11 +57,17 @@ class Arena:
 
     def wait(self) -> None:
         """Makes the current stream wait until no other one reads the memory, which may then be filled anew."""
-        if self.streams:
+        if self._streams:
             current = torch.cuda.current_stream(self.device)
-            for stream in self.streams - {current}:
+            self._streams.pop(stream_of(self.device), None)
+            for stream in self._streams.values():
                 current.wait_stream(stream)
-            self.streams.clear()
+            self._streams.clear()
+
+    def used(self, stream: int) -> None:
+        """Says that a plan is read on the current stream, of that number."""
+        if stream not in self._streams:
+            self._streams[stream] = torch.cuda.current_stream(self.device)
 
     @property
     def nbytes(self) -> int:
@@ -79,7 +84,7 @@ class GraphWorkspace(Workspace):
 
     features = frozenset({"graph"})
 
-    def __init__(self, ops: DeviceOps, device: torch.device, constants: dict[Any, Tensor], arena: Arena) -> None:
+    def __init__(self, ops: DeviceOps, device: torch.device, constants: dict[Any, Any], arena: Arena) -> None:
         super().__init__(ops, device, constants)
         self.record: list[Callable[[], None]] = []
         self._arena = arena
@@ -91,9 +96,8 @@ class GraphWorkspace(Workspace):
         return self._arena.take((name, number, dtype), shape)
 
     def used(self) -> None:
-        stream = self.stream()
-        if stream is not None:
-            self._arena.streams.add(stream)
+        if self.device.type == "cuda":
+            self._arena.used(stream_of(self.device))
 
     def wait(self) -> None:
         self._arena.wait()

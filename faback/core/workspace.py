@@ -170,10 +170,11 @@ class Workspace(abc.ABC):
 
     features: frozenset[str] = frozenset()
 
-    def __init__(self, ops: DeviceOps, device: torch.device, constants: dict[Any, Tensor]) -> None:
+    def __init__(self, ops: DeviceOps, device: torch.device, constants: dict[Any, Any]) -> None:
         self.ops = ops
         self.device = device
         self._constants = constants
+        self._stream = stream_of(device)
         # Answers by question, with the question's tensors: an id means something only while its tensor lives.
         self._filled: dict[Any, tuple[Tensor, Any]] = {}
 
@@ -282,18 +283,17 @@ class Workspace(abc.ABC):
 
         Kept for the life of the backend; whoever changes it leaves it zero where zero matters.
         """
-        key = "scratch", name, self.stream()
+        key = "scratch", name, self._stream
         return self._constant(key, size, lambda: torch.zeros(size, dtype=dtype, device=self.device))
-
-    def stream(self) -> torch.cuda.Stream | None:
-        """The current stream of the device, None where there are none."""
-        return torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
 
     def processors(self) -> int:
         """How many multiprocessors there are to fill."""
         if self.device.type != "cuda":
             return 4
-        return torch.cuda.get_device_properties(self.device).multi_processor_count
+        known = self._constants.get("processors")
+        if known is None:
+            known = self._constants["processors"] = torch.cuda.get_device_properties(self.device).multi_processor_count
+        return int(known)
 
     def uniform_offsets(self, rows: int, step: int = 1) -> Tensor:
         """int32 [rows + 1]: 0, step, 2 * step ...; kept for the life of the backend, so it costs nothing twice."""
@@ -318,10 +318,10 @@ class Workspace(abc.ABC):
 class EagerWorkspace(Workspace):
     """Fresh tensors for one plan, sized by the batch."""
 
-    def __init__(self, ops: DeviceOps, device: torch.device, constants: dict[Any, Tensor]) -> None:
+    def __init__(self, ops: DeviceOps, device: torch.device, constants: dict[Any, Any]) -> None:
         super().__init__(ops, device, constants)
         self._made: list[Tensor] = []
-        self._streams = {self.stream()}
+        self._streams = {self._stream}
 
     def buffer(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         made = torch.empty(shape, dtype=dtype, device=self.device)
@@ -329,11 +329,11 @@ class EagerWorkspace(Workspace):
         return made
 
     def used(self) -> None:
-        stream = self.stream()
-        if stream is not None and stream not in self._streams:
+        stream = stream_of(self.device)
+        if stream not in self._streams:
             self._streams.add(stream)
             for tensor in self._made:
-                tensor.record_stream(stream)
+                tensor.record_stream(torch.cuda.current_stream(self.device))
 
 
 class DryWorkspace(EagerWorkspace):
@@ -341,6 +341,17 @@ class DryWorkspace(EagerWorkspace):
 
     def update(self, op: Callable[..., None], state: Tensor, *inputs: Tensor | None, **params: Any) -> None:
         return
+
+
+def stream_of(device: torch.device) -> int:
+    """The current stream of a device, as the driver knows it; 0 where there are none.
+
+    Asked before every layer, so not by `torch.cuda.current_stream`, which makes an object of it.
+    """
+    if device.type != "cuda":
+        return 0
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(torch._C._cuda_getCurrentRawStream(index))
 
 
 def tree_lines(size: int) -> int:

@@ -8,7 +8,20 @@ from faback.cli.check import PAGE_SIZES, VARIANTS, Cell, Selection, judge, load_
 from faback.kernels.reference import Reference
 from faback.testing import MODES, OVERLAYS
 
-FEW = ("--mode", "decode", "--mode", "extend", "--overlay", "full", "--overlay", "window", "--page-size", "4")
+FEW = (
+    "--device",
+    "cpu",
+    "--mode",
+    "decode",
+    "--mode",
+    "extend",
+    "--overlay",
+    "full",
+    "--overlay",
+    "window",
+    "--page-size",
+    "4",
+)
 
 
 def test_a_report_for_people(faback_cli):
