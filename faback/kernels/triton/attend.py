@@ -96,9 +96,10 @@ def tail_per_query(
 
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=INDEX_TENSORS)
 def attend(
-    q, k, v, out, lse, sinks,
-    k_scale, k_factor, K_PER_HEAD: tl.constexpr, v_scale, v_factor, V_PER_HEAD: tl.constexpr,
+    q, k, v, out, lse, sinks, k_scale, v_scale,
+    K_PER_HEAD: tl.constexpr, V_PER_HEAD: tl.constexpr,
     q_token, q_head, k_slot, k_head, v_slot, v_head, o_token, o_head, lse_token,
+    k_factor, v_factor,
     cu_seqlens_q, q_len, kv_len, positions,
     req_to_token, req_pool_indices, start, slot_map, cu_seqlens_k,
     keep, row_window,

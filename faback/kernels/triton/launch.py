@@ -7,6 +7,7 @@ spares them to ask the driver about every tensor.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -31,30 +32,38 @@ class Launch:
     _compiled: dict[Any, Any] = attrs.field(factory=dict, init=False)
     _rest: tuple[Any, ...] = attrs.field(default=(), init=False)
 
-    def __call__(self, grid: Grid, *varying: Any, counts: tuple[int, ...] = ()) -> None:
-        """Launches the kernel.
+    def __call__(
+        self,
+        grid: Grid,
+        tensors: Sequence[torch.Tensor | None],
+        numbers: tuple[int, ...] = (),
+        free: tuple[float, ...] = (),
+    ) -> None:
+        """Launches the kernel, whose arguments begin with these, in order.
 
         Args:
             grid: three sizes.
-            varying: the first arguments, which it may be specialised on.
-            counts: the next ones, numbers that it is not specialised on.
+            tensors: told apart by dtype and alignment.
+            numbers: told apart by value, constants among them.
+            free: numbers that the kernel is not specialised on.
         """
-        args, forms = list[Any](), list[Any]()
-        for x in varying:
-            if isinstance(x, torch.Tensor):
-                pointer = x.data_ptr()
-                args.append(pointer)
-                forms += (x.dtype, pointer % 16 == 0)
+        pointers, forms = list[int | None](), list[Any]()
+        for tensor in tensors:
+            if tensor is None:
+                pointers.append(None)
+                forms.append(None)
             else:
-                args.append(x)
-                forms.append(float if isinstance(x, float) else x)
-        form = (*forms, *(count > 0x7FFFFFFF for count in counts))
+                pointer = tensor.data_ptr()
+                pointers.append(pointer)
+                forms.append((tensor.dtype, pointer % 16 == 0))
+        form = (*forms, *numbers, *[x > 0x7FFFFFFF for x in free])
         compiled = self._compiled.get(form)
         if compiled is None:
             # An interpreted kernel has no compiled form.
-            self._compiled[form] = self.kernel[grid](*varying, *counts, **self.fixed, **self.options)
+            self._compiled[form] = self.kernel[grid](*tensors, *numbers, *free, **self.fixed, **self.options)
             return
         if not self._rest:
-            rest = (self.fixed.get(name) for name in self.kernel.arg_names[len(varying) + len(counts) :])
+            names = self.kernel.arg_names[len(tensors) + len(numbers) + len(free) :]
+            rest = (self.fixed.get(name) for name in names)
             self._rest = tuple(x.data_ptr() if isinstance(x, torch.Tensor) else x for x in rest)
-        compiled[grid](*args, *counts, *self._rest)
+        compiled[grid](*pointers, *numbers, *free, *self._rest)

@@ -38,13 +38,21 @@ class TritonOps(TorchFills):
     def __init__(self) -> None:
         self._launches: dict[Any, Launch] = {}
 
-    def _launch(self, kernel: Any, grid: Grid, varying: Sequence[Any], counts: tuple[int, ...], **fixed: Any) -> None:
-        """Launches a kernel: its arguments in order, numbers that it is not specialised on, and its constants."""
+    def _launch(
+        self,
+        kernel: Any,
+        grid: Grid,
+        tensors: Sequence[Tensor | None],
+        numbers: tuple[int, ...],
+        free: tuple[float, ...],
+        **fixed: Any,
+    ) -> None:
+        """`Launch` of a kernel, remembered by its constants."""
         key = kernel, *fixed.values()
         launch = self._launches.get(key)
         if launch is None:
             launch = self._launches[key] = Launch(kernel, fixed)
-        launch(grid, *varying, counts=counts)
+        launch(grid, tensors, numbers, free)
 
     def lens(self, out: Tensor, source: Tensor, *, add: int, active: Tensor | None) -> None:
         self._count(out, source=source, active=active, value=add)
@@ -65,7 +73,7 @@ class TritonOps(TorchFills):
         from faback.kernels.triton.fills import offsets
 
         size = min(4096, power_of_two(lens.shape[0]))
-        self._launch(offsets, (1, 1, 1), (out, _plain(lens)), (lens.shape[0],), BLOCK=size)
+        self._launch(offsets, (1, 1, 1), (out, _plain(lens)), (), (lens.shape[0],), BLOCK=size)
 
     def tree(self, out: Tensor, custom_mask: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, *, size: int) -> None:
         from faback.kernels.triton.fills import tree
@@ -81,7 +89,7 @@ class TritonOps(TorchFills):
         given = _plain(custom_mask).view(torch.uint8), _plain(seq_lens), cu_seqlens_q
         counts = rows, size, custom_mask.shape[0]
         blocks = {"ROWS": power_of_two(rows), "COLUMNS": power_of_two(mask.shape[1], least=32)}
-        self._launch(tree, (tokens, 1, 1), (*index, *given, mask.shape[1], bits.shape[1]), counts, **blocks)
+        self._launch(tree, (tokens, 1, 1), (*index, *given), (mask.shape[1], bits.shape[1]), counts, **blocks)
 
     def page_table(self, out: Tensor, view: KVView, lens: Tensor) -> None:
         self._table(out, view, lens, page_size=view.page_size)
@@ -110,7 +118,7 @@ class TritonOps(TorchFills):
         lens = segment.cu_seqlens_q, _plain(segment.q_len), _plain(segment.kv_len)
         varying = out, *lens, _plain(view.start), _plain(view.req_pool_indices)
         grid = -(-(pieces + 1) // block), 1, 1
-        self._launch(virtual_batches, grid, varying, (rows, pieces, chunk), ROWS=held, BLOCK=block)
+        self._launch(virtual_batches, grid, varying, (), (rows, pieces, chunk), ROWS=held, BLOCK=block)
 
     def prompt_reach(
         self,
@@ -131,7 +139,7 @@ class TritonOps(TorchFills):
             return
         known = (_plain(tensor) for tensor in (rows, seq_lens, extend_seq_lens, prompt_lens))
         grid = -(-n // BLOCK), 1, 1
-        self._launch(prompt_reach, grid, (out, prompts, *known), (n, later, prompt), BLOCK=BLOCK)
+        self._launch(prompt_reach, grid, (out, prompts, *known), (), (n, later, prompt), BLOCK=BLOCK)
 
     def near_keys(
         self,
@@ -148,8 +156,8 @@ class TritonOps(TorchFills):
         n = lens.shape[0]
         if n == 0:
             return
-        varying = out, _plain(lens), offsets, _plain(active), page_size
-        self._launch(near_keys, (-(-n // BLOCK), 1, 1), varying, (n, left), BLOCK=BLOCK)
+        varying = out, _plain(lens), offsets, _plain(active)
+        self._launch(near_keys, (-(-n // BLOCK), 1, 1), varying, (page_size,), (n, left), BLOCK=BLOCK)
 
     def remember(self, prompts: Tensor, rows: Tensor, seq_lens: Tensor, later: Tensor | None) -> None:
         from faback.kernels.triton.fills import remember
@@ -158,7 +166,7 @@ class TritonOps(TorchFills):
         if n == 0:
             return
         varying = prompts, _plain(rows), _plain(seq_lens), later
-        self._launch(remember, (-(-n // BLOCK), 1, 1), varying, (n,), BLOCK=BLOCK)
+        self._launch(remember, (-(-n // BLOCK), 1, 1), varying, (), (n,), BLOCK=BLOCK)
 
     def set_kv(
         self,
@@ -180,18 +188,15 @@ class TritonOps(TorchFills):
         k = k if k.stride(-1) == 1 else k.contiguous()
         v = v if v is None or v.stride(-1) == 1 else v.contiguous()
         block_t = max(1, min(16, 2048 // power_of_two(dim)))
-        strides = (*k.stride()[:2], *((0, 0) if v is None else v.stride()[:2]))
-        varying = (
-            *(k, v, k_cache, v_cache, _plain(write.slots), write.slot_map),
-            *(*scale_args(k_scale), *scale_args(v_scale)),
-            *(*strides, *k_cache.stride()[:2], *v_cache.stride()[:2]),
-        )
+        scales, flags, factors = scale_args(k_scale, v_scale)
+        values = (0, 0) if v is None else v.stride()[:2]
         value_dim = 0 if v is None else v.shape[2]
         self._launch(
             store,
             (-(-tokens // block_t), heads, 1),
-            varying,
-            (tokens,),
+            (k, v, k_cache, v_cache, _plain(write.slots), write.slot_map, *scales),
+            (*flags, *k.stride()[:2], *values, *k_cache.stride()[:2], *v_cache.stride()[:2]),
+            (*factors, tokens),
             DK=dim,
             DV=value_dim,
             BLOCK_K=power_of_two(dim),
@@ -210,7 +215,7 @@ class TritonOps(TorchFills):
         blocks = {"BLOCK_H": power_of_two(heads, least=1), "BLOCK": power_of_two(dim), "BLOCK_T": BLOCK_T}
         grid = -(-tokens // BLOCK_T), 1, 1
         counts = offsets.shape[0] - 1, tokens
-        self._launch(clear, grid, (out, lse, offsets, *strides), counts, HEADS=heads, DV=dim, **blocks)
+        self._launch(clear, grid, (out, lse, offsets), strides, counts, HEADS=heads, DV=dim, **blocks)
 
     def merge(
         self, outs: list[Tensor], lses: list[Tensor], out: Tensor, lse: Tensor | None, sinks: Tensor | None
@@ -227,7 +232,7 @@ class TritonOps(TorchFills):
         strides = *parts.stride()[1:3], part_lses.stride(1), *out.stride()[:2], lse_token
         counts = len(outs), tokens, parts.stride(0), part_lses.stride(0)
         grid, blocks = (-(-tokens * heads // block_t), 1, 1), {"BLOCK": block, "BLOCK_T": block_t}
-        self._launch(merge, grid, (parts, part_lses, out, lse, sinks, *strides), counts, HEADS=heads, DV=dim, **blocks)
+        self._launch(merge, grid, (parts, part_lses, out, lse, sinks), strides, counts, HEADS=heads, DV=dim, **blocks)
 
     def _count(
         self,
@@ -247,8 +252,8 @@ class TritonOps(TorchFills):
             return
         n = out.shape[-1]
         grid = -(-n // BLOCK), out.numel() // n, 1
-        varying = out, _plain(source), _plain(other), _plain(active), each
-        self._launch(count, grid, varying, (n, value, step), BLOCK=BLOCK)
+        varying = out, _plain(source), _plain(other), _plain(active)
+        self._launch(count, grid, varying, (each,), (n, value, step), BLOCK=BLOCK)
 
     def _table(self, out: Tensor, view: KVView | None, lens: Tensor, *, page_size: int, **more: Any) -> None:
         """out [rows, width], see `fills.table`."""
@@ -263,9 +268,9 @@ class TritonOps(TorchFills):
         if view is not None:
             source = view.req_to_token, _plain(view.req_pool_indices), _plain(view.start), view.slot_map
             counts = view.req_to_token.stride(0), view.req_to_token.shape[1], width
-        varying = out, *source, offsets, _plain(lens), tail_lens, page_size
+        varying = out, *source, offsets, _plain(lens), tail_lens
         constants = {"COMMITTED": True, "KEY_ROWS": False, "BLOCK": BLOCK} | more
-        self._launch(table, (rows, -(-width // BLOCK), 1), varying, counts, **constants)
+        self._launch(table, (rows, -(-width // BLOCK), 1), varying, (page_size,), counts, **constants)
 
 
 @overload

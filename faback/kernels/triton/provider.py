@@ -131,9 +131,10 @@ class TritonAttention(KernelProvider):
         v_scale: float | Tensor | None = None,
     ) -> None:
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        scales, flags, factors = scale_args(k_scale, v_scale)
         strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *out.stride()[:2])
-        scales = (*scale_args(k_scale), *scale_args(v_scale))
-        prepared.launch(prepared.grid, q, k, v, out, lse, sinks, *scales, *strides, 0 if lse is None else lse.stride(0))
+        numbers = (*flags, *strides, 0 if lse is None else lse.stride(0))
+        prepared.launch(prepared.grid, (q, k, v, out, lse, sinks, *scales), numbers, factors)
         if out.shape[0] > prepared.tokens:
             out[prepared.tokens :].zero_()
             if lse is not None:
@@ -248,11 +249,21 @@ def _constants(segment: Segment, layer: LayerKind, request: KernelRequest, tile:
     }
 
 
-def scale_args(scale: float | Tensor | None) -> tuple[Tensor | None, float, int]:
-    """A scale as the kernels take it: a float32 tensor or None, a number, and whether there is one for each head."""
+Scales = tuple[tuple[Tensor | None, Tensor | None], tuple[int, int], tuple[float, float]]
+
+
+def scale_args(k_scale: float | Tensor | None, v_scale: float | Tensor | None) -> Scales:
+    """Two scales as the kernels take them: tensors, whether these have a value for each head, and plain factors."""
+    if k_scale is None and v_scale is None:
+        return (None, None), (0, 0), (1.0, 1.0)
+    tensors, flags, factors = zip(*(_scale(scale) for scale in (k_scale, v_scale)), strict=True)
+    return tensors, flags, factors
+
+
+def _scale(scale: float | Tensor | None) -> tuple[Tensor | None, int, float]:
     if isinstance(scale, Tensor):
-        return scale, 1.0, int(scale.numel() > 1)
-    return None, 1.0 if scale is None else float(scale), 0
+        return scale, int(scale.numel() > 1), 1.0
+    return None, 0, 1.0 if scale is None else float(scale)
 
 
 @hookimpl

@@ -25,9 +25,10 @@ def store_one(
 
 @triton.jit(do_not_specialize=("tokens",))
 def store(
-    k, v, k_cache, v_cache, slots, slot_map,
-    k_scale, k_factor, K_PER_HEAD: tl.constexpr, v_scale, v_factor, V_PER_HEAD: tl.constexpr,
-    k_token, k_head, v_token, v_head, kc_slot, kc_head, vc_slot, vc_head, tokens,
+    k, v, k_cache, v_cache, slots, slot_map, k_scale, v_scale,
+    K_PER_HEAD: tl.constexpr, V_PER_HEAD: tl.constexpr,
+    k_token, k_head, v_token, v_head, kc_slot, kc_head, vc_slot, vc_head,
+    k_factor, v_factor, tokens,
     DK: tl.constexpr, DV: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, LIMIT: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip

@@ -37,44 +37,50 @@ def kernel():
 
 def test_the_second_launch_is_in_the_order_of_the_kernel(kernel):
     launch, x = Launch(kernel, {"y": 7, "SIZE": 16}, {"num_warps": 4}), torch.zeros(4)
-    launch((1, 1, 1), x, counts=(5,))
-    launch((2, 1, 1), x, counts=(6,))
+    launch((1, 1, 1), (x,), (), (5,))
+    launch((2, 1, 1), (x,), (), (6,))
     assert kernel.compiled == [((1, 1, 1), (x, 5), {"y": 7, "SIZE": 16, "num_warps": 4})]
     assert kernel.launched == [((2, 1, 1), (x.data_ptr(), 6, 16, 7))]
+
+
+def test_tensors_come_first_then_numbers_then_free_ones(kernel):
+    launch, x = Launch(kernel, {"y": 7}), torch.zeros(4)
+    launch((1, 1, 1), (x,), (2,), (0.5,))
+    launch((1, 1, 1), (x,), (2,), (0.25,))
+    assert kernel.compiled == [((1, 1, 1), (x, 2, 0.5), {"y": 7})]
+    assert kernel.launched == [((1, 1, 1), (x.data_ptr(), 2, 0.25, 7))]
 
 
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        (torch.zeros(8), torch.zeros(8).half()),
-        (torch.zeros(8), torch.zeros(9)[1:]),
-        (None, torch.zeros(8)),
-        (1, 2),
-        (1.0, 1),
+        ((torch.zeros(8),), (torch.zeros(8).half(),)),
+        ((torch.zeros(8),), (torch.zeros(9)[1:],)),
+        ((None,), (torch.zeros(8),)),
+        ((None,), (None, None)),
     ],
-    ids=["dtype", "alignment", "absence", "value", "type"],
+    ids=["dtype", "alignment", "absence", "number"],
 )
 def test_what_a_kernel_may_be_specialised_on_is_told_apart(kernel, before, after):
     launch = Launch(kernel, {})
-    for varying in (before, after, before, after):
-        launch((1, 1, 1), varying)
+    for tensors in (before, after, before, after):
+        launch((1, 1, 1), tensors)
+    assert len(kernel.compiled) == len(kernel.launched) == 2
+
+
+def test_numbers_are_told_apart_by_value(kernel):
+    launch = Launch(kernel, {})
+    for number in (1, 2, 1, 2):
+        launch((1, 1, 1), (), (number,))
     assert len(kernel.compiled) == len(kernel.launched) == 2
 
 
 @pytest.mark.parametrize(("n", "forms"), [(7, 1), (2**31 - 1, 1), (2**31, 2)])
-def test_counts_are_told_apart_by_their_width_alone(kernel, n, forms):
+def test_free_numbers_are_told_apart_by_their_width_alone(kernel, n, forms):
     launch = Launch(kernel, {})
     for count in (1, 16, n):
-        launch((1, 1, 1), 3.5, counts=(count,))
+        launch((1, 1, 1), (), (), (count, 0.5 * count))
     assert len(kernel.compiled) == forms
-
-
-def test_numbers_with_a_point_are_not_told_apart(kernel):
-    launch = Launch(kernel, {})
-    for factor in (0.5, 0.25, 1.0):
-        launch((1, 1, 1), factor)
-    assert len(kernel.compiled) == 1
-    assert [args[0] for _, args in kernel.launched] == [0.25, 1.0]
 
 
 def test_interpreted_kernels_are_called_by_name_each_time():
@@ -86,5 +92,5 @@ def test_interpreted_kernels_are_called_by_name_each_time():
 
     launch = Launch(Interpreted(), {"SIZE": 2})
     for _ in range(3):
-        launch((1, 1, 1), 0, counts=(1,))
-    assert calls == [((0, 1), {"SIZE": 2})] * 3
+        launch((1, 1, 1), (None,), (0,), (1,))
+    assert calls == [((None, 0, 1), {"SIZE": 2})] * 3
