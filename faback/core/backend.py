@@ -11,9 +11,9 @@ from faback.builtins import BUILTINS
 from faback.core.batch import ForwardBatch
 from faback.core.config import BackendConfig
 from faback.core.contracts import Mode, Overlay, PlanContext
-from faback.core.errors import BatchError, ConfigError
+from faback.core.errors import BatchError, ConfigError, PluginError
 from faback.core.explain import Explanation
-from faback.core.graphs import Arena, Graphs
+from faback.core.graphs import Arena, Graphs, tensors_of
 from faback.core.kernel import KernelRequest, arch_of
 from faback.core.layer import AttentionLayer, LayerKind, by_id
 from faback.core.measured import bucket
@@ -113,7 +113,7 @@ class AttentionBackend:
     def build(self, batch: ForwardBatch, ws: Workspace, *, return_lse: bool = False) -> Plan:
         """Builds a plan in a given workspace without making it the current one. Raises like `plan`."""
         mode = self._mode(batch)
-        base = mode.guard(mode.value.build, batch, ws, self._context).check(str(mode))
+        base = self._asked(mode, mode.value.build, batch, ws)
         wanted = ws.features | {"lse"} if return_lse else ws.features
         steps = {}
         for kind in self._kinds:
@@ -303,7 +303,7 @@ class AttentionBackend:
         self._known(layer)
         mode, kind = self._mode(batch), self._kind_of[layer.layer_id]
         ws = DryWorkspace(self._ops, self.device, self._constants)
-        base = mode.guard(mode.value.build, batch, ws, self._context).check(str(mode))
+        base = self._asked(mode, mode.value.build, batch, ws)
         segment = self._segment(base, kind, batch, ws)
         _, routes = self._calls(mode, segment, kind, batch, ws.features)
         return Explanation(
@@ -353,9 +353,29 @@ class AttentionBackend:
     def _segment(self, base: Segment, kind: LayerKind, batch: ForwardBatch, ws: Workspace) -> Segment:
         segment = base
         for overlay in self._kinds[kind]:
-            changed = overlay.guard(overlay.value.transform, segment, kind, batch, ws, self._context)
-            segment = segment if changed is segment else changed.check(str(overlay))
+            segment = self._asked(overlay, overlay.value.transform, batch, ws, segment, kind)
         return segment
+
+    def _asked(
+        self, owner: Contribution[Any], call: Callable[..., Any], batch: ForwardBatch, ws: Workspace, *before: Any
+    ) -> Segment:
+        """What a mode or overlay makes of a batch, looked at before anybody relies on it."""
+        versions = self._versions(batch)
+        found = owner.guard(call, *before, batch, ws, self._context)
+        if self._versions(batch) != versions:
+            hint = "A batch belongs to the engine: ask the workspace for tensors of your own."
+            raise PluginError(f"batch changed by {owner}", wanted="tensors as they were", got="others", hint=hint)
+        if before and found is before[0]:
+            return before[0]  # type: ignore[no-any-return]
+        if not isinstance(found, Segment):
+            raise PluginError(f"what {owner} returned", wanted="a Segment", got=type(found).__name__)
+        return found.check(str(owner))
+
+    def _versions(self, batch: ForwardBatch) -> list[int]:
+        """How often each tensor has been changed, as far as torch counts that; only with `config.checks`."""
+        if not self.config.checks:
+            return []
+        return [t._version for t in tensors_of(batch).values() if not t.is_inference()]
 
     def _calls(
         self, mode: Contribution[Mode], segment: Segment, kind: LayerKind, batch: ForwardBatch, wanted: frozenset[str]

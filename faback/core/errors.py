@@ -48,7 +48,20 @@ class PoolError(FabackError):
 
 
 class CapacityError(FabackError):
-    """A size beyond what was reserved; nothing ran."""
+    """A size beyond what was reserved; nothing ran.
+
+    Attributes:
+        asked_by: the plugin that asked for it, "" where that is not known.
+    """
+
+    asked_by: str = ""
+
+    def of(self, asked_by: str) -> CapacityError:
+        """The same error, naming who asked."""
+        what = f"{self.what}, asked for by {asked_by}"
+        named = CapacityError(what, wanted=self.wanted, got=self.got, hint=self.hint)
+        named.asked_by = asked_by
+        return named
 
 
 class PluginError(FabackError):

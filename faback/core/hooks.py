@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from faback.core.kernel import KernelProvider, KernelRequest
     from faback.core.workspace import DeviceOps
 
+CONTRACT = 1
+"""Version of the contract between core and plugins. A plugin built for another says so by `faback_contract = ...`."""
 PROJECT = "faback"
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)

@@ -19,8 +19,8 @@ import torch
 
 from faback.core.config import BackendConfig
 from faback.core.contracts import Lowering, Mode, Overlay
-from faback.core.errors import FabackError, PluginError
-from faback.core.hooks import PROJECT, HookSpecs
+from faback.core.errors import CapacityError, FabackError, PluginError
+from faback.core.hooks import CONTRACT, PROJECT, HookSpecs
 from faback.core.kernel import KernelProvider, KernelRequest
 from faback.core.workspace import DeviceOps
 
@@ -62,6 +62,10 @@ class Contribution(Generic[T]):
         """Calls into the plugin; an exception that is not faback's own becomes a `PluginError` naming the plugin."""
         try:
             return call(*args)
+        except CapacityError as error:
+            if error.asked_by:
+                raise
+            raise error.of(f"{self}, plugin {self.plugin!r}") from error
         except FabackError:
             raise
         except Exception as error:
@@ -198,6 +202,10 @@ class Registry:
         try:
             plugin = load()
             hash(plugin)  # pluggy keeps plugins in sets
+            contract = getattr(plugin, "faback_contract", CONTRACT)
+            if contract != CONTRACT:
+                hint = "Install a version of the plugin that was made for this version of faback."
+                raise PluginError(f"contract of plugin {name!r}", wanted=CONTRACT, got=contract, hint=hint)
             self._manager.register(plugin, name)
             self._manager.check_pending()
         except Exception:  # noqa: BLE001 - whatever a plugin does wrong, the others work on

@@ -3,14 +3,18 @@
 import itertools
 import types
 
+import attrs
 import pytest
 import torch
 
-from faback import BackendConfig, BatchError, PluginError, hookimpl
+from faback import BackendConfig, BatchError, CapacityError, FabackError, PluginError, hookimpl
 from faback.builtins import BUILTINS
 from faback.core.contracts import Mode, Overlay
+from faback.core.hooks import CONTRACT
 from faback.core.registry import Registry
 from faback.kernels.reference import Reference
+from faback.modes.decode import Decode
+from faback.testing.late import Late
 
 
 class Point:
@@ -331,6 +335,77 @@ def test_an_error_of_faback_passes_as_it_is(world, layer):
     made = world([layer()], [2], [1], points=[Point("p", plugin(faback_modes=[Picky("mine")]))])
     with pytest.raises(BatchError, match="a colour"):
         made.backend.plan(made.batch("mine"))
+
+
+@pytest.mark.parametrize("contract", [0, 2, "1"])
+def test_a_plugin_of_another_contract_is_set_aside(contract):
+    other = plugin(faback_modes=[AnyMode("other")])
+    other.faback_contract = contract
+    registry = load(Point("other", other), GOOD)
+    assert fate(registry, "other").status == "broken" and f"got {contract}" in fate(registry, "other").problem
+    assert "good" in registry.modes(CONFIG) and "other" not in registry.modes(CONFIG)
+    other.faback_contract = CONTRACT
+    assert "other" in load(Point("other", other)).modes(CONFIG)
+
+
+class Plain(Decode):
+    """Decodes as usual, after doing something that it must not do."""
+
+    key = "plain"
+
+    def __init__(self, mischief):
+        self._mischief = mischief
+
+    def build(self, batch, ws, ctx):
+        return self._mischief(batch, ws, super().build(batch, ws, ctx))
+
+
+def changes_the_batch(batch, ws, segment):
+    batch.seq_lens.add_(1)
+    return segment
+
+
+MALFORMED = {
+    "no segment": (lambda batch, ws, segment: None, "wanted a Segment, got NoneType"),
+    "wrong rows": (lambda batch, ws, segment: attrs.evolve(segment, rows=segment.rows + 1), "cu_seqlens_q"),
+    "wrong dtype": (lambda batch, ws, segment: attrs.evolve(segment, kv_len=segment.kv_len.float()), "kv_len"),
+    "changed batch": (changes_the_batch, "batch changed by"),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_what_a_mode_does_wrong_is_pinned_on_it(world, layer, name):
+    mischief, words = MALFORMED[name]
+    point = Point("p", plugin(faback_modes=[Plain(mischief)]))
+    made = world([layer()], [2, 3], [1, 1], points=[point], checks=True)
+    with pytest.raises(FabackError, match=words) as caught:
+        made.backend.plan(made.batch("plain"))
+    assert "plain (acme-p 1.0)" in str(caught.value)
+    made.backend.plan(made.batch("decode"))  # the rest of the system works on
+
+
+def test_who_asks_for_more_than_was_reserved_is_named(world, layer):
+    class Greedy(Plain):
+        size = 4
+
+        def build(self, batch, ws, ctx):
+            ws.buffer("mine", (self.size,), torch.int32)
+            return super().build(batch, ws, ctx)
+
+    class Kernels:
+        @hookimpl
+        def faback_kernels(self):
+            return [Late(Reference())]
+
+    greedy = Greedy(lambda batch, ws, segment: segment)
+    points = [Point("p", plugin(faback_modes=[greedy])), Point("late", Kernels())]
+    made = world([layer()], [2, 3], [1, 1], points=points, kernels="late reference")
+    made.backend.reserve([made.batch("plain")])
+    greedy.size = 5
+    with pytest.raises(CapacityError, match="'mine', asked for by plain .acme-p 1.0., plugin 'p': wanted 5 elements"):
+        made.backend.capture(made.batch("plain"))
+    greedy.size = 4
+    made.backend.capture(made.batch("plain"))
 
 
 @pytest.mark.parametrize("method", ["applies", "transform"])
