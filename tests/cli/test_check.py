@@ -115,7 +115,8 @@ def test_no_cell_is_empty():
 
 def test_the_poor_kernel_ranks_last():
     kernels = load_registry().kernels(torch.device("cpu"))
-    assert kernels[-1].value.name == "poor"
+    ours = [kernel.value.name for kernel in kernels if kernel.distribution.startswith("faback ")]
+    assert ours[-1] == "poor"
 
 
 def test_a_verdict_names_the_pass_and_the_layer(monkeypatch):

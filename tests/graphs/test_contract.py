@@ -135,7 +135,7 @@ def test_measuring_leaves_state_alone():
     made = AttentionBackend(config, pools, [layer], registry=registry(config))
     batch = extend([4, 4], [2, 2])
     made.reserve([batch])
-    overlay = next(c.value for c in made._overlays if c.value.key == "prefill_aware_swa")
+    overlay = next(c.value for c in made._planner.overlays if c.value.key == "prefill_aware_swa")
     assert not overlay._prompts.any()
     made.capture(batch)
     assert overlay._prompts.tolist() == [0, 4, 4]

@@ -61,7 +61,7 @@ class Chat:
 
     @property
     def remembered(self):
-        overlays = {c.value.key: c.value for c in self.backend._overlays}
+        overlays = {c.value.key: c.value for c in self.backend._planner.overlays}
         return overlays["prefill_aware_swa"]._prompts.tolist()
 
     def noise(self, *shape):
