@@ -167,10 +167,7 @@ class FlashAttention3(KernelProvider):
         v_scale: float | Tensor | None = None,
     ) -> None:
         paged = prepared.paged
-        if paged.rows == 0 or paged.tokens == 0:
-            out.zero_()
-            if lse is not None:
-                lse.fill_(-torch.inf)
+        if paged.answered(out, lse):
             return
         own = sinks is not None and sinks.dtype == torch.bfloat16  # others would be rounded
         _, found, *_ = getattr(torch.ops, OPERATOR).fwd(
@@ -186,8 +183,7 @@ class FlashAttention3(KernelProvider):
         if sinks is not None and not own:
             part = out[: paged.tokens].clone()
             prepared.ops.merge([part], [found.T.contiguous()], out[: paged.tokens], None, sinks)
-        if not paged.owned or out.shape[0] > paged.tokens:
-            prepared.ops.clear(out, lse, paged.offsets)
+        paged.clear_rest(out, lse, prepared.ops)
 
     def _schedule(self, paged: Paged, layer: LayerKind, dtype: torch.dtype, ws: Workspace) -> Tensor:
         """The kernel's own plan from device lengths, once for all layers."""

@@ -126,10 +126,7 @@ class FlashAttention4(KernelProvider):
         from flash_attn.cute import flash_attn_varlen_func
 
         paged = prepared.paged
-        if paged.rows == 0 or paged.tokens == 0:
-            out.zero_()
-            if lse is not None:
-                lse.fill_(-torch.inf)
+        if paged.answered(out, lse):
             return
         found, found_lse = flash_attn_varlen_func(
             q[: paged.tokens].contiguous(),
@@ -142,8 +139,7 @@ class FlashAttention4(KernelProvider):
         out[: paged.tokens] = found
         if lse is not None:
             lse[: paged.tokens] = found_lse.T
-        if not paged.owned or out.shape[0] > paged.tokens:
-            prepared.ops.clear(out, lse, paged.offsets)
+        paged.clear_rest(out, lse, prepared.ops)
 
 
 def _tiles(head_dim: int) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ import attrs
 import torch
 
 from faback.core.segment import Segment
-from faback.core.workspace import Workspace
+from faback.core.workspace import DeviceOps, Workspace
 
 Tensor = torch.Tensor
 
@@ -88,3 +88,17 @@ class Paged:
         slot, head, _ = cache.stride()
         shape = cache.shape[0] // self.page_size, self.page_size, *cache.shape[1:]
         return cache.as_strided(shape, (slot * self.page_size, slot, head, 1))
+
+    def answered(self, out: Tensor, lse: Tensor | None) -> bool:
+        """Whether there is nothing to attend from; out [tokens, heads, dim] and lse [tokens, heads] say so then."""
+        if self.rows and self.tokens:
+            return False
+        out.zero_()
+        if lse is not None:
+            lse.fill_(-torch.inf)
+        return True
+
+    def clear_rest(self, out: Tensor, lse: Tensor | None, ops: DeviceOps) -> None:
+        """Answers for the tokens that belong to no row, which kernels leave as they are."""
+        if not self.owned or out.shape[0] > self.tokens:
+            ops.clear(out, lse, self.offsets)
