@@ -6,12 +6,13 @@ from itertools import product
 
 import pytest
 import torch
-from backends import Watched, backend, replayed, watched
+from backends import Watched, backend, registry, replayed, watched
 
-from faback import AttentionLayer
+from faback import AttentionBackend, AttentionLayer, BackendConfig, ForwardBatch, Pools
 from faback.core.segment import FEATURES, KVView, Segment, Visibility
 from faback.core.workspace import EagerWorkspace
 from faback.kernels.torch_ops import TorchOps
+from faback.pools import MHAPool
 from faback.testing import MODES, OVERLAYS, Options, Scenario, impossible, run_scenario
 from faback_sdpa import Sdpa
 from faback_sdpa import kernel as module
@@ -161,3 +162,23 @@ def test_sharded_keys_and_positions(index):
         seen = [8 + t for t in range(4) if p - 5 <= t * 3 + index <= p]
         assert out[row, 0].nonzero().flatten().tolist() == seen
         assert out[row, 0, seen].tolist() == pytest.approx([1 / len(seen)] * len(seen))
+
+
+@pytest.mark.parametrize("chunk", [(0, 2), (2, 3), (5, 0)])
+def test_keys_of_the_call_in_chunks(chunk):
+    """Modes that `faback.testing` has no scenarios for: a part of the prefix, or all of it, none at all being legal."""
+    start, count = chunk
+    shape = {"num_q_heads": 1, "num_kv_heads": 1, "head_dim": 8}
+    layers = [AttentionLayer(layer_id=0, kv_group="none", **shape), AttentionLayer(layer_id=1, **shape)]
+    config = BackendConfig(context_len=8, dtype=torch.float32, kernels="sdpa")
+    kv = MHAPool(num_pages=2, layers=layers[1:], dtype=torch.float32)
+    pools = Pools(req_to_token=torch.zeros(2, 8, dtype=torch.int64), kv=kv)
+    made = AttentionBackend(config, pools, layers, registry=registry(config))
+    one = torch.tensor([1])
+    extras = {"chunk_lens": one * count, "chunk_starts": one * start}
+    common = {"req_pool_indices": one, "seq_lens": one * 7, "extend_seq_lens": one * 2, "num_tokens": 2}
+    for mode, seen in (("prefix_chunk", [count, count]), ("one_shot", [6, 7])):
+        keys = count if mode == "prefix_chunk" else 7
+        made.plan(ForwardBatch(forward_mode=mode, extras=extras if mode == "prefix_chunk" else {}, **common))
+        out = made.forward(torch.ones(2, 1, 8), torch.zeros(keys, 1, 8), torch.eye(8)[:keys, None], layers[0])
+        assert [row.nonzero().flatten().tolist() for row in out[:, 0]] == [list(range(number)) for number in seen]

@@ -106,7 +106,7 @@ class Sdpa(KernelProvider):
         v_scale: float | Tensor | None = None,
     ) -> None:
         assert lse is None and sinks is None
-        if prepared is None:
+        if prepared is None or not k.shape[0]:
             out.zero_()
             return
         found = out.new_zeros((out.shape[0] + 1, *out.shape[1:]))  # the last one is where padding goes
@@ -114,7 +114,7 @@ class Sdpa(KernelProvider):
         parts = (torch.split(tensor, prepared.together) for tensor in padded)
         for tokens, slots, seen in zip(*parts, strict=True):
             live = tokens >= 0
-            queries = q[tokens.long().clamp(min=0)].masked_fill(~live[:, :, None, None], 0)
+            queries = q[tokens.long().clamp(min=0)]
             # A key that no query sees may be anything, and 0 times anything is not always 0.
             unseen = ~seen.any(1)[:, :, None, None]
             keys = _gathered(k, slots, k_scale, q.dtype).masked_fill(unseen, 0)
