@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import attrs
 import pytest
 import torch
 from backends import backend, replayed
@@ -103,3 +104,13 @@ def test_chains_on_texts_shorter_than_the_sinks(make):
     lengths = tuple((length, 0) for length in (0, 1, 2, 5, 20))
     scenario = Scenario.make(mode="target_verify", num_draft_tokens=6, lengths=lengths, page_size=4)
     assert failures(streaming(scenario, 4, 1), make) == []
+
+
+def test_all_steps_of_a_draft_share_their_sinks():
+    """One fill serves every layer and step that is planned in one workspace."""
+    scenario = streaming(Scenario.make(mode="draft_decode", batch_size=2, num_steps=3, draft_step=0), 2, 3)
+    made = backend("reference")(scenario.config, scenario.pools(), scenario.layers)
+    ws, batch = made.workspace(), scenario.steps[0].batch
+    plans = [made.build(attrs.evolve(batch, draft_step=step), ws) for step in range(3)]
+    keeps = [plan.steps[0].segment.visibility.keep for plan in plans]
+    assert keeps[0] is keeps[1] is keeps[2]

@@ -77,7 +77,8 @@ class StreamingLLM(Overlay):
             hint = f"Make config.options[{NAME!r}]['window'] as large as the drafts are deep."
             got = f"a window of {self._window}"
             raise BatchError(NAME, wanted=f"a window over all {tail.size} drafted tokens", got=got, hint=hint)
-        keep = ws.row_lens(NAME, self._sinks, active=segment.kv_len)
+        rows = segment.kv_len if segment.kv is None else segment.kv.req_pool_indices  # the same for all draft steps
+        keep = ws.row_lens(NAME, self._sinks, active=rows)
         rule = attrs.evolve(segment.visibility, keep=keep, window=(self._window, None))
         return attrs.evolve(segment, visibility=rule)
 
