@@ -53,7 +53,7 @@ class Planner:
     ) -> None:
         self._config, self._pools, self._registry, self._ops = config, pools, registry, ops
         self._device, self._arch = pools.device, arch_of(pools.device)
-        self._context = PlanContext(config, pools, tuple(layers.values()))
+        self.context = PlanContext(config, pools, tuple(layers.values()))
         self.modes = registry.modes(config)
         self.overlays = registry.overlays(config)
         self.selector = Selector(config, registry, self._device)
@@ -66,7 +66,7 @@ class Planner:
         self._kind_of = {layer.layer_id: layer.kind for layer in layers.values()}
         self._routes: dict[Any, Route] = {}
         for contribution in self.builders():
-            contribution.guard(contribution.value.bind, self._context)
+            contribution.guard(contribution.value.bind, self.context)
         for layer in layers.values():
             self._admit(layer)
 
@@ -79,7 +79,7 @@ class Planner:
         for kind in self._kinds:
             segment = self._segment(base, kind, batch, ws)
             parts, routes = self._calls(mode, segment, kind, batch, wanted)
-            preparation = Preparation(kind, ws, self._context, self.selector.guard)
+            preparation = Preparation(kind, ws, self.context, self.selector.guard)
             steps[kind] = Step(segment, preparation.calls(parts, routes), self._ops)
         return Plan(batch, {layer_id: steps[kind] for layer_id, kind in self._kind_of.items()}, ws)
 
@@ -134,7 +134,7 @@ class Planner:
     ) -> Segment:
         """What a mode or overlay makes of a batch, looked at before anybody relies on it."""
         versions = self._versions(batch)
-        found = owner.guard(call, *before, batch, ws, self._context)
+        found = owner.guard(call, *before, batch, ws, self.context)
         if self._versions(batch) != versions:
             hint = "A batch belongs to the engine: ask the workspace for tensors of your own."
             raise PluginError(f"batch changed by {owner}", wanted="tensors as they were", got="others", hint=hint)
@@ -154,7 +154,7 @@ class Planner:
         self, mode: Contribution[Mode], segment: Segment, kind: LayerKind, batch: ForwardBatch, wanted: frozenset[str]
     ) -> tuple[tuple[Segment, ...], tuple[Route, ...]]:
         """The parts that are attended separately, and the route of each."""
-        parts: tuple[Segment, ...] = mode.guard(mode.value.calls, segment, kind, self._context)
+        parts: tuple[Segment, ...] = mode.guard(mode.value.calls, segment, kind, self.context)
         shared = kind.features() & CALL_FEATURES | wanted
         if len(parts) > 1 or (segment.exchange is not None and segment.exchange.needs_lse):
             shared = shared - {"sinks"} | {"lse"}  # sinks enter where the parts are merged

@@ -82,7 +82,11 @@ class CellResult:
 
 
 def run_scenario(
-    scenario: Scenario, make_backend: MakeBackend | None = None, *, device: torch.device | str = "cpu"
+    scenario: Scenario,
+    make_backend: MakeBackend | None = None,
+    *,
+    device: torch.device | str = "cpu",
+    lse: bool = True,
 ) -> list[CellResult]:
     """Runs all passes of a scenario, one cell per pass and layer.
 
@@ -90,6 +94,7 @@ def run_scenario(
         scenario: what to run; it is not changed and can be run again.
         make_backend: builds the backend under test; `faback.AttentionBackend` if None.
         device: where the scenario runs.
+        lse: ask for the log-sum-exp as well; kernels that have none cannot give it.
     """
     name = str(scenario)
     if torch.device(device).type != "cpu":
@@ -102,7 +107,7 @@ def run_scenario(
     results: list[CellResult] = []
     for number, step in enumerate(scenario.steps):
         step.enter(pools)
-        found = [attrs.evolve(result, scenario=name, step=number) for result in _run_step(backend, step, pools)]
+        found = [attrs.evolve(result, scenario=name, step=number) for result in _run_step(backend, step, pools, lse)]
         results += found
         if any(result.status != EQUAL for result in found):
             break
@@ -138,7 +143,7 @@ def _default_backend(config: BackendConfig, pools: Pools, layers: tuple[Attentio
     return AttentionBackend(config, pools, layers)
 
 
-def _run_step(backend: Backend, step: Step, pools: Pools) -> list[CellResult]:
+def _run_step(backend: Backend, step: Step, pools: Pools, lse: bool) -> list[CellResult]:
     inputs = _Inputs(step, pools)
     try:
         backend.plan(step.batch)
@@ -147,7 +152,7 @@ def _run_step(backend: Backend, step: Step, pools: Pools) -> list[CellResult]:
     results = []
     for call in step.calls:
         try:
-            result = _run_call(backend, step, call, pools)
+            result = _run_call(backend, step, call, pools, lse)
         except Exception as error:  # noqa: BLE001
             reason = f"forward raised {type(error).__name__}: {error}"
             result = CellResult(status=WRONG, scenario="", reason=reason)
@@ -167,13 +172,14 @@ def _raised(error: Exception, where: str, scenario: str = "") -> CellResult:
     return CellResult(status=WRONG, scenario=scenario, reason=f"{where} raised {reason}")
 
 
-def _run_call(backend: Backend, step: Step, call: LayerCall, pools: Pools) -> CellResult:
+def _run_call(backend: Backend, step: Step, call: LayerCall, pools: Pools, with_lse: bool) -> CellResult:
     """Forward twice: into a guarded buffer with LSE, then plainly with the keys already written."""
     assert isinstance(pools.kv, SimulatedPool)
     before = [tuple(as_bits(t).clone() for t in pair) for pair in pools.kv.storage.values()]
     guard = _Guard(call)
     tensors = (call.q, call.k, call.v, call.layer)
-    out, lse = backend.forward(*tensors, out=guard.out, sinks=call.sinks, return_lse=True)
+    answer = backend.forward(*tensors, out=guard.out, sinks=call.sinks, return_lse=with_lse)
+    out, lse = answer if with_lse else (answer, None)
     complaint = guard.complaint(out) or _misplaced(before, call, pools.kv)
     verdict = _compared(step, call, out, lse)
     if complaint is not None:

@@ -33,7 +33,7 @@ def lowered(made, batch):
     """The segment of layer 0 as a mode hands it to kernels, and what the lowering makes of it."""
     ws, mode = made.backend.workspace(), made.backend.modes[batch.forward_mode].value
     segment = made.backend.build(batch, ws).steps[0].segment
-    context = made.backend._context
+    context = made.backend._planner.context
     [part] = mode.calls(segment, made.layers[0].kind, context)
     [table] = BlockTable().lower(part, ws, context)
     return part, table.check("the lowering")
