@@ -1,4 +1,4 @@
-"""Backends that this package's kernel serves, and what watches it."""
+"""Backends with this package's kernel pinned, and what watches it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from faback import AttentionBackend, hookimpl
 from faback.builtins import BUILTINS
 from faback.core.registry import Registry
+from faback.testing import run_scenario
 from faback.testing.late import Replayed
 from faback_sdpa import Sdpa
 from faback_sdpa.fills import query_tokens, visible
@@ -28,45 +29,21 @@ def registry(config):
     return Registry.load(config, BUILTINS, points())
 
 
-class Judged:
-    """A backend that `run_scenario` can judge although its kernel has no log-sum-exp: kernel 'reference' lends its own.
-
-    What the scenario says about log-sum-exp is then no statement about the kernel; all else is.
-    """
-
-    def __init__(self, made, lender):
-        self.made, self._lender = made, lender
-
-    def plan(self, batch):
-        plan = self.made.plan(batch)
-        planned = getattr(plan, "steps", {})
-        assert {step.call.kernel.name for step in planned.values()} == {"sdpa"}
-        self._lender.plan(batch)
-
-    def forward(self, *args, return_lse=False, **options):
-        out = self.made.forward(*args, **options)
-        if not return_lse:
-            return out
-        lent = {"sinks": options.get("sinks"), "save_kv_cache": False}
-        return out, self._lender.forward(*args, return_lse=True, **lent)[1]
-
-
 def backend(config, pools, layers):
     """Every pass is planned; each lowering is held to what it declares."""
-    config = attrs.evolve(config, checks=True)
-    made = AttentionBackend(attrs.evolve(config, kernels="sdpa"), pools, layers, registry=registry(config))
-    return Judged(made, lender(config, pools, layers))
+    config = attrs.evolve(config, kernels="sdpa", checks=True)
+    return AttentionBackend(config, pools, layers, registry=registry(config))
 
 
 def replayed(config, pools, layers):
     """Each size of batch is captured once, on zeros, and replayed."""
-    made = Replayed(attrs.evolve(config, kernels="sdpa"), pools, layers, registry(config))
-    return Judged(made, lender(config, pools, layers))
+    config = attrs.evolve(config, kernels="sdpa")
+    return Replayed(config, pools, layers, registry(config))
 
 
-def lender(config, pools, layers):
-    plain = Registry.load(config, BUILTINS, [])
-    return AttentionBackend(attrs.evolve(config, kernels="reference"), pools, layers, registry=plain)
+def failures(scenario, make, **where):
+    """Cells that are not equal. No log-sum-exp is asked for: the kernel has none."""
+    return [str(result) for result in run_scenario(scenario, make, lse=False, **where) if result.status != "equal"]
 
 
 class Watched(Sdpa):
@@ -113,5 +90,4 @@ class WatchedPlugin:
 def watched(config, pools, layers, kernel=Watched):
     found = Registry.load(config, BUILTINS, [])
     found.register(WatchedPlugin(kernel()), "watched")
-    made = AttentionBackend(attrs.evolve(config, kernels="sdpa"), pools, layers, registry=found)
-    return Judged(made, lender(config, pools, layers))
+    return AttentionBackend(attrs.evolve(config, kernels="sdpa"), pools, layers, registry=found)

@@ -118,6 +118,16 @@ def test_a_pinned_kernel_is_not_replaced(by):
     assert free.explain(scenario.steps[0].batch, scenario.layers[0]).kernel == "reference"
 
 
+@pytest.mark.parametrize("overlay", ["full", "window", "local", "mla"])
+@pytest.mark.parametrize("mode", MODES)
+def test_no_other_kernel_has_a_part_in_it(mode, overlay):
+    more = {"topk": 2} if mode in ("target_verify", "draft_decode") else {}
+    scenario = Scenario.make(mode=mode, overlay=overlay, page_size=4, **more)
+    made = pinned(scenario.config, scenario.pools(), scenario.layers)
+    explained = [made.explain(step.batch, layer) for step in scenario.steps for layer in scenario.layers]
+    assert {name for found in explained for route in found.routes for name in route.kernels()} == {"sdpa"}
+
+
 def test_lowerings_go_with_it():
     """A tree is compacted for the kernel; a cascade, which would have to be merged, is not taken."""
     scenario = Scenario.make(mode="target_verify", topk=2, seed=1)
