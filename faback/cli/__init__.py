@@ -27,7 +27,7 @@ def build_app() -> "typer.Typer":
     """The application with all its commands."""
     import typer
 
-    from faback.cli import bench, check, doctor, explain, modes, tune
+    from faback.cli import bench, check, doctor, explain, modes, new_plugin, tune
     from faback.cli.output import Commands
 
     app = typer.Typer(
@@ -44,6 +44,7 @@ def build_app() -> "typer.Typer":
         ("check", check),
         ("bench", bench),
         ("tune", tune),
+        ("new-plugin", new_plugin),
     ):
         app.command(name)(module.command)
     anything = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
