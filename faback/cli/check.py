@@ -191,6 +191,9 @@ def command(
     variant: Annotated[list[str] | None, typer.Option(help="Only this variant: " + ", ".join(VARIANTS))] = None,
     page_size: Annotated[list[int] | None, typer.Option(min=1, help="Only this page size.")] = None,
     seed: Annotated[int, typer.Option(help="Of the scenarios.")] = 0,
+    fuzz: Annotated[
+        float | None, typer.Option(min=0, help="Instead, random scenarios on all kernels for so many seconds.")
+    ] = None,
     fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first wrong cell.")] = False,
     device: DeviceName = None,
     as_json: AsJson = False,
@@ -200,6 +203,12 @@ def command(
     Options that narrow the choice can be given several times.
     """
     where, registry = parse_device(device), load_registry()
+    if fuzz is not None:
+        from faback.cli.fuzz import run as run_fuzz
+
+        if run_fuzz(fuzz, seed, where, registry, main_console()):
+            raise typer.Exit(1)
+        return
     selection = Selection(
         kernels=choose("--kernel", kernel, *kernel_names(registry, where)),
         modes=choose("--mode", mode, MODES),
@@ -254,9 +263,17 @@ def judge(cell: Cell, device: torch.device, registry: Registry) -> Verdict:
         return AttentionBackend(attrs.evolve(config, kernels=cell.kernel), pools, layers, registry=registry)
 
     scenario = cell.scenario()
-    results = run_scenario(scenario, make, device=device)
+    results = run_scenario(scenario, make, device=device, lse=_has_lse(cell.kernel, device, registry))
     worst = max(results, key=lambda result: STATUSES.index(result.status))
     return Verdict(cell, worst.status, _reason(worst), str(scenario))
+
+
+def _has_lse(name: str, device: torch.device, registry: Registry) -> bool:
+    """Whether a kernel can be asked for its log-sum-exp; one that cannot is judged by its output alone."""
+    for kernel in registry.kernels(device):
+        if kernel.value.name == name and kernel.value.probe(device) is None:
+            return "lse" in kernel.value.capabilities(device).features
+    return True
 
 
 def load_registry() -> Registry:

@@ -71,7 +71,10 @@ class DeviceOps(Protocol):
         ...
 
     def slot_table(self, out: Tensor, segment: Segment) -> None:
-        """out [rows, width]: slots of each row's keys, and of a tail that continues the view; 0 past the end."""
+        """out [rows, width]: slots of each row's keys, and of a tail that continues the view; 0 past the end.
+
+        Without rows out may still have one, which is 0.
+        """
         ...
 
     def virtual_batches(self, out: Tensor, segment: Segment) -> None:

@@ -76,6 +76,9 @@ class TorchFills:
         out.copy_(torch.where(live, translated(view, slots) // view.page_size, 0))
 
     def slot_table(self, out: Tensor, segment: Segment) -> None:
+        if segment.rows == 0:
+            out.zero_()
+            return
         view, width = segment.kv, out.shape[1]
         row = torch.arange(segment.rows, device=out.device)[:, None]
         token = torch.arange(width, device=out.device)

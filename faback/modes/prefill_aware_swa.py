@@ -11,6 +11,7 @@ import torch
 from faback.core.batch import ForwardBatch
 from faback.core.config import BackendConfig
 from faback.core.contracts import Overlay, PlanContext
+from faback.core.errors import ConfigError
 from faback.core.hooks import hookimpl
 from faback.core.layer import LayerKind
 from faback.core.segment import Segment
@@ -48,6 +49,9 @@ class PrefillAwareWindow(Overlay):
         self._prompts[req_pool_indices.long()] = 0
 
     def applies(self, layer: LayerKind) -> bool:
+        if layer.window == 0 and not self._inclusive:
+            hint = "Give such layers a window of 1, or say inclusive=True."
+            raise ConfigError("layer.window", wanted="at least the token itself, which it counts", got=0, hint=hint)
         return layer.window is not None and layer.causal and layer.cached and not layer.cross
 
     def transform(
@@ -59,7 +63,7 @@ class PrefillAwareWindow(Overlay):
         if batch.forward_mode in self.prompt_modes:
             ws.update(ws.ops.remember, self._prompts, rows, batch.seq_lens, None)
             return segment
-        left = window if self._inclusive else max(0, window - 1)
+        left = window if self._inclusive else window - 1
         mixed = batch.forward_mode in self.mixed_modes
         known = (self._prompts, rows, batch.seq_lens, batch.extend_seq_lens if mixed else None)
         said = batch.extras.get("prompt_lens") if mixed else None

@@ -120,6 +120,9 @@ def impossible(options: Options) -> str | None:
         and (options.overlay in ("prefill_aware", "cross") or options.hybrid),
         "no layer that could live in the window pool": options.hybrid
         and options.overlay not in ("window", "local", "prefill_aware"),
+        "a window that counts the token itself has at least that one": options.overlay == "prefill_aware"
+        and not options.inclusive
+        and 0 in (options.windows or ()),
         "ragged trees have no layout": options.ragged and (options.mode != "target_verify" or options.topk > 1),
         "only speculation has branches": options.topk > 1 and not speculative,
         "only draft extend has strided rows": options.strided_rows and options.mode != "draft_extend",

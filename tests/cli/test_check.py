@@ -133,3 +133,18 @@ def test_a_verdict_names_the_pass_and_the_layer(monkeypatch):
 def test_short_reasons():
     assert short("nothing fits:\n  - a: no\n  - b: neither\n") == "a: no; b: neither"
     assert short(" plain ") == "plain"
+
+
+def test_fuzzing_says_how_much_it_saw(faback_cli):
+    result = faback_cli("check", "--fuzz", "1", "--seed", "7", "--device", "cpu")
+    assert result.exit_code == 0, result.stdout
+    assert "0 wrong on cpu" in result.stdout and "seed 7" in result.stdout
+
+
+def test_fuzzing_finds_a_wrong_kernel(faback_cli, monkeypatch):
+    stubs.install(monkeypatch, stubs.Point("skew", stubs.Plugin(stubs.Skewed())))
+    result = faback_cli("check", "--fuzz", "60", "--device", "cpu")
+    assert result.exit_code == 1
+    assert (
+        "wrong: skewed" in result.stdout and "Scenario.make(" in result.stdout and "kernels='skewed'" in result.stdout
+    )

@@ -266,3 +266,14 @@ def test_a_misspelt_option_is_an_error():
     config = attrs.evolve(scenario.config, options={"prefill_aware_swa": {"inclusve": True}})
     with pytest.raises(ConfigError, match="inclusve"):
         AttentionBackend(config, scenario.pools(), scenario.layers, registry=registry(config))
+
+
+def test_a_window_that_counts_the_token_itself_has_at_least_that_one():
+    """Of a window of 0 nothing would be left, not even the token."""
+    layers = [AttentionLayer(layer_id=0, num_q_heads=1, num_kv_heads=1, head_dim=8, window=0)]
+    kv = MHAPool(num_pages=4, layers=layers, dtype=torch.float32)
+    pools = Pools(req_to_token=torch.zeros(2, 4, dtype=torch.int32), kv=kv)
+    config = BackendConfig(context_len=4, dtype=torch.float32, options={"prefill_aware_swa": {}})
+    with pytest.raises(ConfigError, match="at least the token itself"):
+        AttentionBackend(config, pools, layers)
+    AttentionBackend(attrs.evolve(config, options={"prefill_aware_swa": {"inclusive": True}}), pools, layers)

@@ -33,7 +33,8 @@ class DenseTable(Lowering):
         view, tail = segment.kv, segment.tail
         continues = tail is not None and tail.slots is None
         width = max(1, segment.max_kv_len + (tail.size if tail is not None and continues else 0))
-        table = ws.fill("dense_table", (segment.rows, width), ws.ops.slot_table, segment=segment)
+        # Without a row, tokens of nobody may still become rows that point into the table.
+        table = ws.fill("dense_table", (max(1, segment.rows), width), ws.ops.slot_table, segment=segment)
         whole = view is not None and view.start is None
         dense = KVView(
             table,

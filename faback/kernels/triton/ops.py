@@ -95,6 +95,9 @@ class TritonOps(TorchFills):
         self._table(out, view, lens, page_size=view.page_size)
 
     def slot_table(self, out: Tensor, segment: Segment) -> None:
+        if segment.rows == 0:
+            out.zero_()
+            return
         tail, view = segment.tail, segment.kv
         more: dict[str, Any] = {
             "tail_lens": None if tail is None or tail.slots is not None else _plain(tail.lens),

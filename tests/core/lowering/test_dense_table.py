@@ -1,5 +1,6 @@
 """start offset, slot map, keys of the batch -> tables."""
 
+import attrs
 import pytest
 
 from faback.core.lowering.dense_table import DenseTable
@@ -57,3 +58,14 @@ def test_what_a_table_of_rows_cannot_say_is_refused(feature):
     problem = Draw(1, 4, has={"slot_map"}, never=NEVER | {"raw_kv"}).problem()
     assert DenseTable().becomes(problem.request())
     assert DenseTable().becomes(problem.request(feature)) == ()
+
+
+def test_without_a_row_there_is_still_one_to_point_at():
+    """Tokens of nobody become rows of their own where the next lowering comes."""
+    segment = Draw(1, 4, has={"slot_map"}, never=NEVER | {"raw_kv"}).problem().segment
+    nobody = attrs.evolve(segment, rows=0, cu_seqlens_q=segment.cu_seqlens_q[:1], kv_len=segment.kv_len[:0])
+    nobody = attrs.evolve(
+        nobody, kv=attrs.evolve(segment.kv, req_pool_indices=segment.kv.req_pool_indices[:0], start=None)
+    )
+    (lowered,) = DenseTable().lower(nobody, workspace(), CONTEXT)
+    assert lowered.kv.req_to_token.shape[0] == 1 and not lowered.kv.req_to_token.any()
