@@ -41,7 +41,7 @@ class HookSpecs:
         """Variations of layers. Their order follows `after`, then `priority`, then `key`."""
 
     @hookspec
-    def faback_kernels(self, device: torch.device) -> Iterable[KernelProvider]:  # type: ignore[empty-body]
+    def faback_kernels(self, device: torch.device, config: BackendConfig) -> Iterable[KernelProvider]:  # type: ignore[empty-body]
         """Kernel providers, whether or not they can run here: `probe` finds out."""
 
     @hookspec
@@ -54,7 +54,7 @@ class HookSpecs:
 
     @hookspec(firstresult=True)
     def faback_rank(
-        self, request: KernelRequest, candidates: Sequence[KernelProvider]
+        self, request: KernelRequest, candidates: Sequence[KernelProvider], config: BackendConfig
     ) -> Sequence[KernelProvider] | None:
         """A reordered, possibly shorter list of candidates, best first; None to leave it to others. Never adds."""
 

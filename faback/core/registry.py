@@ -144,11 +144,10 @@ class Registry:
         found: Iterable[Contribution[Lowering]] = self._keyed("faback_lowerings", Lowering, config=config).values()
         return sorted(found, key=lambda c: (-c.value.priority, c.value.key))
 
-    def kernels(self, device: torch.device) -> list[Contribution[KernelProvider]]:
-        """Kernel providers, by priority and name."""
-        found: Iterable[Contribution[KernelProvider]] = self._keyed(
-            "faback_kernels", KernelProvider, device=device
-        ).values()
+    def kernels(self, device: torch.device, config: BackendConfig | None = None) -> list[Contribution[KernelProvider]]:
+        """Kernel providers, by priority and name; without options if no configuration is given."""
+        asked = {"device": device, "config": _any(config)}
+        found: Iterable[Contribution[KernelProvider]] = self._keyed("faback_kernels", KernelProvider, **asked).values()
         return sorted(found, key=lambda c: (-c.value.priority, c.value.name))
 
     def device_ops(self, device: torch.device) -> DeviceOps:
@@ -158,9 +157,11 @@ class Registry:
             raise PluginError(f"operations for device {device}", wanted="a plugin that has them", got=None)
         return ops
 
-    def rank(self, request: KernelRequest, candidates: list[KernelProvider]) -> list[KernelProvider]:
+    def rank(
+        self, request: KernelRequest, candidates: list[KernelProvider], config: BackendConfig | None = None
+    ) -> list[KernelProvider]:
         """Candidates as the `faback_rank` hook wants them; in the given order where no plugin cares."""
-        ranked = self._late("faback_rank", request=request, candidates=tuple(candidates))
+        ranked = self._late("faback_rank", request=request, candidates=tuple(candidates), config=_any(config))
         if ranked is None:
             return candidates
         added = [k for k in ranked if k not in candidates]
@@ -265,6 +266,11 @@ class Registry:
                 )
             result[key] = contribution
         return result
+
+
+def _any(config: BackendConfig | None) -> BackendConfig:
+    """The configuration, or one that asks for nothing."""
+    return BackendConfig(context_len=1) if config is None else config
 
 
 def _ordered(overlays: list[Contribution[Overlay]]) -> list[Contribution[Overlay]]:

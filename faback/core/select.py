@@ -67,7 +67,7 @@ class Selector:
         for lowering in registry.lowerings(config):
             self._owners[id(lowering.value)] = lowering
             self._lowerings.append(lowering.value)
-        for kernel in registry.kernels(device):
+        for kernel in registry.kernels(device, config):
             self._owners[id(kernel.value)] = kernel
             reason = kernel.guard(kernel.value.probe, device)
             if reason is None:
@@ -133,7 +133,7 @@ class Selector:
         pinned = self._pinned(name)
         if name != "auto":
             return pinned
-        return self._registry.rank(request, self.measured.order(request, pinned))
+        return self._registry.rank(request, self.measured.order(request, pinned), self._config)
 
     def _solve(
         self, request: KernelRequest, candidates: Sequence[KernelProvider], known: dict[KernelRequest, Route | None]

@@ -282,6 +282,31 @@ def test_rank_reorders_drops_and_abstains():
     assert registry.rank("other", [first, second]) == [first, second]
 
 
+def test_kernels_and_ranks_may_ask_for_the_configuration():
+    class Configured:
+        @hookimpl
+        def faback_kernels(self, device, config):
+            return [AnyKernel("mine")] if "mine" in config.options else []
+
+        @hookimpl
+        def faback_rank(self, candidates, config):
+            return candidates[::-1] if config.deterministic else None
+
+    registry = load(Point("p", Configured()))
+    asked = attrs.evolve(CONFIG, options={"mine": {}}, deterministic=True)
+    assert "mine" not in [c.value.name for c in registry.kernels(CPU)]
+    assert "mine" in [c.value.name for c in registry.kernels(CPU, asked)]
+    kernels = [Reference(), AnyKernel("mine")]
+    assert registry.rank("x", kernels) == kernels
+    assert registry.rank("x", kernels, asked) == kernels[::-1]
+
+
+class AnyKernel(Reference):
+    def __init__(self, name):
+        super().__init__()
+        self.name = name
+
+
 def test_rank_never_adds():
     with pytest.raises(PluginError, match="selection of the candidates.*reference"):
         rank_with(lambda request, candidates: [Reference()]).rank("x", [Reference()])
