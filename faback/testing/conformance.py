@@ -65,7 +65,7 @@ VARIANTS: tuple[Mapping[str, Any], ...] = (
     MappingProxyType({"dtype": torch.bfloat16, "kv_dtype": torch.float8_e4m3fn, "kv_scales": True}),
     MappingProxyType({"head_dim": 24, "v_head_dim": 16, "num_q_heads": 6, "num_kv_heads": 1}),
     MappingProxyType({"topk": 2, "dtype": torch.bfloat16}),
-    MappingProxyType({"hybrid": True}),
+    MappingProxyType({"hybrid": True, "dtype": torch.bfloat16, "head_dim": 16}),
     MappingProxyType({"strided_rows": True}),
 )
 """What a kernel may or may not do."""

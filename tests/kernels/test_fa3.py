@@ -15,6 +15,7 @@ from faback.core.registry import Registry
 from faback.kernels import fa3
 from faback.kernels.fa3 import Build, FlashAttention3
 from faback.testing import MODES, OVERLAYS, Options, Scenario, impossible, run_scenario
+from faback.testing.conformance import KernelConformance
 from faback.testing.late import Replayed
 from kernels import stubs_fa3
 
@@ -155,3 +156,19 @@ def test_why_it_cannot_run_here(monkeypatch, found, arch, words):
     monkeypatch.setattr(fa3, "arch_of", lambda device: arch)
     monkeypatch.setattr(Build, "installed", broken)
     assert words in FlashAttention3().probe(CPU)
+
+
+class Replacing:
+    """The adapter on the stand-in, in place of the built-in one."""
+
+    @hookimpl
+    def faback_kernels(self):
+        kernel = OnCPU()
+        kernel.replaces = "fa3"
+        return [kernel]
+
+
+class TestConformance(KernelConformance):
+    """What the capabilities claim is right, and all of it is reached."""
+
+    plugin, kernel = Replacing(), "fa3"

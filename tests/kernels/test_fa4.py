@@ -17,6 +17,7 @@ from faback.core.registry import Registry
 from faback.kernels import fa4
 from faback.kernels.fa4 import FlashAttention4
 from faback.testing import MODES, OVERLAYS, Options, Scenario, impossible, run_scenario
+from faback.testing.conformance import KernelConformance
 from kernels import stubs_fa3
 
 CPU = torch.device("cpu")
@@ -134,3 +135,20 @@ def test_why_it_cannot_run_here(monkeypatch, version, arch, broken, words):
         monkeypatch.setitem(sys.modules, "flash_attn.cute", None)
     reason = FlashAttention4().probe(CPU)
     assert reason is None if words is None else words in reason
+
+
+class Replacing:
+    """The adapter on the stand-in, in place of the built-in one."""
+
+    @hookimpl
+    def faback_kernels(self):
+        kernel = OnCPU()
+        kernel.replaces = "fa4"
+        return [kernel]
+
+
+class TestConformance(KernelConformance):
+    """What the capabilities claim is right, and all of it is reached."""
+
+    plugin, kernel = Replacing(), "fa4"
+    unreached = KernelConformance.unreached | {"softcap"}  # the stand-in has none
