@@ -25,6 +25,7 @@ from faback.core.pools import Pools
 from faback.core.registry import Registry
 from faback.core.segment import Segment
 from faback.core.workspace import Workspace
+from faback.testing.host_reads import HostReads
 
 Tensor = torch.Tensor
 
@@ -73,7 +74,9 @@ class Replayed:
     def plan(self, batch: ForwardBatch) -> Plan:
         """Captures a batch of this size if there is none yet, then replays the batch itself."""
         if signature(batch) not in self._seen:
-            self.backend.capture(blank(batch, self.backend.config))
+            empty = blank(batch, self.backend.config)
+            with HostReads(tensors_of(empty).values()):
+                self.backend.capture(empty)
             self._seen.add(signature(batch))
         self.replays += 1
         return self.backend.replay(batch)
