@@ -284,7 +284,7 @@ class Segment:
             ("tail.bits", None if tail is None else tail.bits, (tokens, -(-size // 32)), (torch.int32,)),
             ("kv.slot_map", None if view is None else view.slot_map, None, INDEX_DTYPES),
         ]
-        return found + [
+        found += [
             (
                 name,
                 f"{' or '.join(map(str, dtypes))} {list(shape or ['slots'])}",
@@ -293,3 +293,26 @@ class Segment:
             for name, tensor, shape, dtypes in tables
             if tensor is not None and (tensor.dtype not in dtypes or shape not in (None, tuple(tensor.shape)))
         ]
+        return found + self._contradictions()
+
+    def _contradictions(self) -> list[tuple[str, object, object]]:
+        """Parts that are well made and do not go together."""
+        rule, tail, view = self.visibility, self.tail, self.kv
+        left, right = rule.window
+        sides = [(left, "left"), (right, "right")]
+        found: list[tuple[str, object, object]] = [
+            ("visibility.window", f"a distance to the {side} of 0 or more", bound)
+            for bound, side in sides
+            if bound is not None and bound < 0
+        ]
+        if rule.chunk is not None and rule.chunk < 1:
+            found.append(("visibility.chunk", "1 or more", rule.chunk))
+        if rule.row_window is not None and left is None:
+            found.append(("visibility.window", "a distance to the left that bounds those of `row_window`", left))
+        if tail is None and not self.committed:
+            found.append(("tail", "keys, as the committed ones are left to another part", tail))
+        if tail is not None and tail.slots is None and view is None:
+            found.append(("tail.slots", "slots, as there is no KVView that the tail could continue", None))
+        if view is not None and view.shard is not None and not 0 <= view.shard[0] < view.shard[1]:
+            found.append(("kv.shard", "(index, count) with 0 <= index < count", view.shard))
+        return found
