@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import attrs
 
 from faback.core.kernel import Rejection
+from faback.core.registry import Contribution
 from faback.core.segment import Segment
 from faback.core.select import Route
+
+
+@attrs.frozen(eq=False)
+class Stage:
+    """One step on the way from a batch to a segment.
+
+    Attributes:
+        by: the mode or overlay.
+        segment: what it made; an overlay that had nothing to vary hands on what it was given.
+    """
+
+    by: Contribution[Any]
+    segment: Segment
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -14,22 +30,35 @@ class Explanation:
     """Printable, and readable field by field.
 
     Attributes:
-        mode: the mode and its distribution.
-        overlays: overlays that vary this kind of layer, in order, each with its distribution.
-        segment: who sees what.
-        routes: the kernels chosen, one route per call.
+        stages: the mode, and the overlays that vary this kind of layer, in order.
+        parts: what is attended separately, usually the segment whole.
+        routes: the kernels chosen, one route per part.
         evidence: the measured figures that a choice went by, one line per call that has any.
         rejections: each reason of each kernel against the request as it stands.
         absent: kernels that cannot run here, and why.
     """
 
-    mode: str
-    overlays: tuple[str, ...]
-    segment: Segment
+    stages: tuple[Stage, ...]
+    parts: tuple[Segment, ...]
     routes: tuple[Route, ...]
     evidence: tuple[str, ...]
     rejections: tuple[Rejection, ...]
     absent: dict[str, str]
+
+    @property
+    def mode(self) -> str:
+        """The mode and its distribution."""
+        return str(self.stages[0].by)
+
+    @property
+    def overlays(self) -> tuple[str, ...]:
+        """Overlays that vary this kind of layer, in order, each with its distribution."""
+        return tuple(str(stage.by) for stage in self.stages[1:])
+
+    @property
+    def segment(self) -> Segment:
+        """Who sees what."""
+        return self.stages[-1].segment
 
     @property
     def kernel(self) -> str:

@@ -11,7 +11,7 @@ from faback.core.batch import ForwardBatch
 from faback.core.config import BackendConfig
 from faback.core.contracts import Mode, Overlay, PlanContext
 from faback.core.errors import BatchError, ConfigError, PluginError
-from faback.core.explain import Explanation
+from faback.core.explain import Explanation, Stage
 from faback.core.graphs import tensors_of
 from faback.core.kernel import KernelRequest, arch_of
 from faback.core.layer import AttentionLayer, LayerKind
@@ -87,12 +87,12 @@ class Planner:
         """Who contributed what to a layer's plan, which kernels were chosen, and why not the others."""
         mode, kind = self._mode(batch), self._kind_of[layer.layer_id]
         base = self._asked(mode, mode.value.build, batch, ws)
-        segment = self._segment(base, kind, batch, ws)
-        _, routes = self._calls(mode, segment, kind, batch, ws.features)
+        stages = [Stage(mode, base)]
+        segment = self._segment(base, kind, batch, ws, stages)
+        parts, routes = self._calls(mode, segment, kind, batch, ws.features)
         return Explanation(
-            mode=str(mode),
-            overlays=tuple(str(c) for c in self._kinds[kind]),
-            segment=segment,
+            stages=tuple(stages),
+            parts=parts,
             routes=routes,
             evidence=tuple(line for line in (self.selector.evidence(route.request) for route in routes) if line),
             rejections=tuple(r for route in routes for r in self.selector.rejections(route.request)),
@@ -123,10 +123,15 @@ class Planner:
         batch.check_lengths(self._pools.req_to_token.shape[1], self._pools.kv.num_slots, self._config.checks)
         return mode
 
-    def _segment(self, base: Segment, kind: LayerKind, batch: ForwardBatch, ws: Workspace) -> Segment:
+    def _segment(
+        self, base: Segment, kind: LayerKind, batch: ForwardBatch, ws: Workspace, stages: list[Stage] | None = None
+    ) -> Segment:
+        """The base varied by the kind's overlays; each step is noted in the stages, where they are given."""
         segment = base
         for overlay in self._kinds[kind]:
             segment = self._asked(overlay, overlay.value.transform, batch, ws, segment, kind)
+            if stages is not None:
+                stages.append(Stage(overlay, segment))
         return segment
 
     def _asked(
