@@ -188,10 +188,11 @@ class GraphRunner:
 def capture_all(runners: Sequence[GraphRunner], progress: bool = False) -> GraphMemory:
     """Reserves the metadata of several runners of one backend, records all their sizes, and says what that takes.
 
-    The largest sizes come first, and all graphs share one pool of memory, so one of them may run at a time.
+    The largest sizes come first, and all graphs share one pool of memory, so one of them may run at a time. Where
+    something raises, the runners are left as they were, and may be captured again.
 
     Args:
-        runners: their backend has reserved nothing yet.
+        runners: their backend has reserved nothing yet, or room for them.
         progress: show a bar (needs rich).
 
     Raises:
@@ -205,8 +206,11 @@ def capture_all(runners: Sequence[GraphRunner], progress: bool = False) -> Graph
     if runners[0]._stream is not None:
         pool = torch.cuda.graph_pool_handle()
     passes = [(size, runner) for runner in runners for size in runner.sizes]
+    recorded: dict[GraphRunner, dict[int, Recorded]] = {runner: {} for runner in runners}
     for size, runner in _shown(sorted(passes, key=lambda item: -item[0]), progress):
-        runner._recorded[size] = runner._record(size, pool)
+        recorded[runner][size] = runner._record(size, pool)
+    for runner, sizes in recorded.items():
+        runner._recorded = sizes
     static = sum(runner.static_bytes for runner in runners)
     return GraphMemory(metadata, static, _reserved(runners[0]) - before)
 

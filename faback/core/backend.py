@@ -85,9 +85,10 @@ class AttentionBackend:
             NoKernelError: with all reasons.
         """
         self.current = None
-        self.current = self.build(batch, self.workspace(), return_lse=return_lse)
-        self.registry.planned(self.current)
-        return self.current
+        plan = self.build(batch, self.workspace(), return_lse=return_lse)
+        self.registry.planned(plan)
+        self.current = plan
+        return plan
 
     def build(self, batch: ForwardBatch, ws: Workspace, *, return_lse: bool = False) -> Plan:
         """Builds a plan in a given workspace without making it the current one. Raises like `plan`."""
@@ -96,12 +97,20 @@ class AttentionBackend:
     def reserve(self, batches: Iterable[ForwardBatch], bounds: Mapping[str, int] | None = None) -> int:
         """Allocates the metadata of captured plans for the largest batch of every mode; afterwards nothing grows.
 
+        Either all of it is there afterwards, or what was there before; a smaller reservation may then be tried. Later
+        calls only make sure that more batches fit.
+
         Args:
             batches: only their sizes matter.
             bounds: as for `capture`.
 
         Returns:
             Bytes.
+
+        Raises:
+            torch.OutOfMemoryError: there is not enough memory.
+            CapacityError: a later call with a batch that does not fit.
+            FabackError: like `plan`.
         """
         return self._graphs.reserve(batches, bounds or {})
 
@@ -132,6 +141,7 @@ class AttentionBackend:
         Raises:
             BatchError: nothing was captured for this size, or a length is beyond its bound.
         """
+        self.current = None
         self.current = self._graphs.replay(batch)
         return self.current
 
@@ -152,9 +162,18 @@ class AttentionBackend:
 
         Args:
             req_pool_indices: int32 or int64 [n] rows that are free again.
+
+        Raises:
+            PluginError: a plugin raised. All others have been told.
         """
+        errors = []
         for contribution in self._planner.builders():
-            contribution.guard(contribution.value.release, req_pool_indices)
+            try:
+                contribution.guard(contribution.value.release, req_pool_indices)
+            except Exception as error:  # noqa: BLE001 - raised below
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def forward(
         self,

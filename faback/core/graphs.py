@@ -7,7 +7,8 @@ without a builder, a hook or an allocation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -15,7 +16,7 @@ import attrs
 import torch
 
 from faback.core.batch import MIRRORED, ON_DEVICE, ForwardBatch
-from faback.core.errors import BatchError, CapacityError, FabackError
+from faback.core.errors import BatchError, CapacityError
 from faback.core.workspace import DeviceOps, Workspace, stream_of
 
 Tensor = torch.Tensor
@@ -54,6 +55,17 @@ class Arena:
                 raise CapacityError(f"graph buffer {key[0]!r}", wanted=f"{size} elements", got=got, hint=hint)
             known = self._buffers[key] = torch.zeros(size, dtype=key[2], device=self.device)
         return known[:size].view(shape)
+
+    @contextmanager
+    def growing(self) -> Iterator[None]:
+        """A block after which the memory is sealed; if it raises, the memory is as it was before."""
+        before = dict(self._buffers)
+        try:
+            yield
+        except BaseException:
+            self._buffers = before
+            raise
+        self.sealed = True
 
     def wait(self) -> None:
         """Makes the current stream wait until no other one reads the memory, which may then be filled anew."""
@@ -186,12 +198,13 @@ class Graphs(Generic[T]):
         self._captured: dict[Any, Captured[T]] = {}
 
     def reserve(self, batches: Iterable[ForwardBatch], bounds: Mapping[str, int]) -> int:
-        """Allocates for the largest batches, and seals the memory; returns its bytes."""
-        if self.arena.sealed:
-            raise FabackError("reserve", wanted="once", got="a second call", hint="Name all batches in one call.")
-        for batch in batches:
-            self._build(self._static(batch, bounds), self._workspace(MeasuringWorkspace, self.arena))
-        self.arena.sealed = True
+        """Allocates for the largest batches, and seals the memory; returns its bytes.
+
+        Memory that is sealed already must have room for them.
+        """
+        with self.arena.growing():
+            for batch in batches:
+                self._build(self._static(batch, bounds), self._workspace(MeasuringWorkspace, self.arena))
         return self.arena.nbytes
 
     def capture(self, batch: ForwardBatch, bounds: Mapping[str, int]) -> T:

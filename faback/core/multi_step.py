@@ -85,6 +85,7 @@ class MultiStepDraft:
 
     def replay(self, batch: ForwardBatch) -> tuple[Plan, ...]:
         """`AttentionBackend.replay` for all steps of a round; each fill serves every step and is issued once."""
+        self._plans = ()
         self._plans = self._graphs.replay(batch)
         return self._plans
 

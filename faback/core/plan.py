@@ -14,7 +14,7 @@ from faback.core.errors import BatchError, PluginError
 from faback.core.kernel import KernelProvider
 from faback.core.layer import AttentionLayer, LayerKind
 from faback.core.segment import Segment
-from faback.core.select import Route
+from faback.core.select import Route, Selector
 from faback.core.workspace import DeviceOps, Workspace
 
 Tensor = torch.Tensor
@@ -48,12 +48,14 @@ class Call:
         prepared: what its `prepare` returned.
         fresh: keys and values are the batch's own, not the cache's.
         has_lse: the kernel can return its log-sum-exp.
+        fault: what to raise for an exception of a kernel's method.
     """
 
     kernel: KernelProvider
     prepared: Any
     fresh: bool
     has_lse: bool
+    fault: Callable[[object, Callable[..., Any], Exception], Exception]
 
     def run(self, args: Arguments, out: Tensor, lse: Tensor | None) -> None:
         """Attends into out [tokens, num_q_heads, v_head_dim] and lse [tokens, num_q_heads]."""
@@ -61,7 +63,14 @@ class Call:
         k_scale, v_scale = (None, None) if self.fresh else args.scales
         if k is None or v is None:
             raise BatchError("k and v", wanted="the batch's keys and values, which this layer attends to", got=None)
-        self.kernel.run(self.prepared, args.q, k, v, out, lse=lse, sinks=args.sinks, k_scale=k_scale, v_scale=v_scale)
+        run = self.kernel.run
+        try:
+            run(self.prepared, args.q, k, v, out, lse=lse, sinks=args.sinks, k_scale=k_scale, v_scale=v_scale)
+        except Exception as error:
+            fault = self.fault(self.kernel, run, error)
+            if fault is error:
+                raise
+            raise fault from error
 
 
 @attrs.frozen(eq=False)
@@ -156,13 +165,13 @@ class Preparation:
         layer: the kind of layer.
         ws: where metadata goes.
         ctx: what lowerings may know.
-        guard: calls a plugin's method, so that an exception names the plugin.
+        selector: chose the routes, and knows whose the kernels and lowerings are.
     """
 
     layer: LayerKind
     ws: Workspace
     ctx: PlanContext
-    guard: Callable[..., Any]
+    selector: Selector
 
     def calls(self, segments: Sequence[Segment], routes: Sequence[Route]) -> Call | Merged:
         """The prepared calls of the parts that a mode wants attended separately, usually one."""
@@ -173,10 +182,10 @@ class Preparation:
     def _prepare(self, segment: Segment, route: Route, fresh: bool) -> Call | Merged:
         kernel, lowering = route.kernel, route.lowering
         if kernel is not None:
-            prepared = self.guard(kernel, kernel.prepare, segment, self.layer, route.request, self.ws)
-            return Call(kernel, prepared, fresh, route.has_lse)
+            prepared = self.selector.guard(kernel, kernel.prepare, segment, self.layer, route.request, self.ws)
+            return Call(kernel, prepared, fresh, route.has_lse, self.selector.fault)
         assert lowering is not None
-        segments = self.guard(lowering, lowering.lower, segment, self.ws, self.ctx)
+        segments = self.selector.guard(lowering, lowering.lower, segment, self.ws, self.ctx)
         if self.ctx.config.checks:
             _check_lowered(lowering.key, segments, route)
         calls = tuple(self._prepare(s, r, fresh) for s, r in zip(segments, route.parts, strict=True))

@@ -79,7 +79,7 @@ class Planner:
         for kind in self._kinds:
             segment = self._segment(base, kind, batch, ws)
             parts, routes = self._calls(mode, segment, kind, batch, wanted)
-            preparation = Preparation(kind, ws, self.context, self.selector.guard)
+            preparation = Preparation(kind, ws, self.context, self.selector)
             steps[kind] = Step(segment, preparation.calls(parts, routes), self._ops)
         return Plan(batch, {layer_id: steps[kind] for layer_id, kind in self._kind_of.items()}, ws)
 

@@ -59,19 +59,28 @@ class Contribution(Generic[T]):
         return f"{getattr(self.value, 'key', None) or getattr(self.value, 'name', self.value)} ({self.distribution})"
 
     def guard(self, call: Callable[..., Any], *args: Any) -> Any:
-        """Calls into the plugin; an exception that is not faback's own becomes a `PluginError` naming the plugin."""
+        """Calls into the plugin; what it raises is what `fault` makes of it."""
         try:
             return call(*args)
-        except CapacityError as error:
-            if error.asked_by:
-                raise
-            raise error.of(f"{self}, plugin {self.plugin!r}") from error
-        except FabackError:
-            raise
         except Exception as error:
-            what = f"{getattr(call, '__name__', call)} of {self}, plugin {self.plugin!r}, raised"
-            hint = f"The plugin is at fault; {DISABLE_VARIABLE}={self.plugin} switches it off."
-            raise PluginError(what, got=repr(error), hint=hint) from error
+            fault = self.fault(call, error)
+            if fault is error:
+                raise
+            raise fault from error
+
+    def fault(self, call: Callable[..., Any], error: Exception) -> Exception:
+        """What to raise for an exception of the plugin's `call`: a `PluginError` that names the plugin.
+
+        Errors of faback pass as they are, and so does `torch.OutOfMemoryError`, which is nobody's fault and which
+        engines answer by freeing memory.
+        """
+        if isinstance(error, CapacityError):
+            return error if error.asked_by else error.of(f"{self}, plugin {self.plugin!r}")
+        if isinstance(error, (FabackError, torch.OutOfMemoryError)):
+            return error
+        what = f"{getattr(call, '__name__', call)} of {self}, plugin {self.plugin!r}, raised"
+        hint = f"The plugin is at fault; {DISABLE_VARIABLE}={self.plugin} switches it off."
+        return PluginError(what, got=repr(error), hint=hint)
 
 
 class EntryPoint(Protocol):
@@ -180,7 +189,7 @@ class Registry:
         caller = getattr(self._manager.hook, hook)
         try:
             return caller(**kwargs)
-        except FabackError:
+        except (FabackError, torch.OutOfMemoryError):
             raise
         except Exception as error:
             names = ", ".join(impl.plugin_name for impl in caller.get_hookimpls())

@@ -83,6 +83,10 @@ class Selector:
         """Calls a method of a kernel or lowering; an exception names the plugin that brought it."""
         return self._owners[id(owner)].guard(call, *args)
 
+    def fault(self, owner: object, call: Callable[..., Any], error: Exception) -> Exception:
+        """What to raise for an exception of a method of a kernel or lowering: see `Contribution.fault`."""
+        return self._owners[id(owner)].fault(call, error)
+
     @property
     def absent(self) -> dict[str, str]:
         """Kernels that cannot run here, and why."""

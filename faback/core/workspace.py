@@ -274,7 +274,8 @@ class Workspace(abc.ABC):
         """Changes a plugin's own state on the device: `op(state, *inputs, **params)`, once per plan.
 
         What a mode remembers between forward passes must change here and nowhere else, so that a dry run leaves it
-        alone and a recorded one repeats it.
+        alone and a recorded one repeats it. A plan may fail or be dropped afterwards: the same update for the plan that
+        is made again must lead to the same state.
         """
         key = _question(op, (state, *inputs), params)
         if key not in self._filled:

@@ -151,7 +151,9 @@ class PageAllocator:
         growing = (seq > prefix) & (prefix % self.page_size != 0)
         last = self._last_slots(last_slots, prefix, growing)
         self._check_unshared(last, growing)
-        return self._extend(prefix, seq, last)
+        slots, pages = self._extend(prefix, seq, last)
+        self._take(pages)
+        return slots
 
     def alloc_decode(self, seq_lens: Index, last_slots: Index | None = None) -> Tensor:
         """Slots for one new token per request: token seq_lens[i] - 1.
@@ -172,10 +174,13 @@ class PageAllocator:
         growing = prefix % self.page_size != 0
         last = self._last_slots(last_slots, prefix, growing)
         self._check_unshared(last, growing)
+        pages = self._choose(int((~growing).sum()))
         base = torch.ones_like(prefix)
-        base[~growing] = self._take(int((~growing).sum())) * self.page_size
+        base[~growing] = pages * self.page_size
         packed = send(torch.stack((base, growing.to(torch.int64))), last.device)
-        return send(packed[0] + last * packed[1], self.device)
+        slots = send(packed[0] + last * packed[1], self.device)
+        self._take(pages)
+        return slots
 
     def alloc_branches(self, seq_lens: Index, last_slots: Index | None, topk: int, num_steps: int) -> Branches:
         """Private pages for topk draft branches per request, num_steps tokens each.
@@ -200,14 +205,16 @@ class PageAllocator:
         partial = seq % self.page_size
         last = self._last_slots(last_slots, seq, partial > 0)
         partial = partial.repeat_interleave(topk)
-        slots = self._extend(torch.zeros_like(partial), partial + num_steps, torch.zeros_like(partial))
+        slots, pages = self._extend(torch.zeros_like(partial), partial + num_steps, torch.zeros_like(partial))
         rows, offsets = ragged(partial + num_steps)
         copied = (offsets < partial[rows]).nonzero().view(-1)
         drafts = (offsets >= partial[rows]).nonzero().view(-1)
         packed = send(torch.stack((rows // topk, offsets - partial[rows] + 1))[:, copied], last.device)
         copy_src = send(last[packed[0]] + packed[1], self.device)
         draft_slots = slots[send(drafts, self.device)].view(-1, num_steps)
-        return Branches(draft_slots, copy_src, slots[send(copied, self.device)])
+        branches = Branches(draft_slots, copy_src, slots[send(copied, self.device)])
+        self._take(pages)
+        return branches
 
     def alloc_pages(self, n: int) -> Tensor:
         """Takes n whole pages and returns their slots, int64 [n * page_size] on `device`.
@@ -216,8 +223,10 @@ class PageAllocator:
             PoolError: fewer than n pages are free.
         """
         check_count("alloc_pages.n", n)
-        slots = self._take(n)[:, None] * self.page_size + torch.arange(self.page_size)
-        return send(slots.view(-1), self.device)
+        pages = self._choose(n)
+        slots = send((pages[:, None] * self.page_size + torch.arange(self.page_size)).view(-1), self.device)
+        self._take(pages)
+        return slots
 
     def free(self, slots: Index) -> None:
         """Gives back the pages that hold these slots, each page once however many of its slots are listed.
@@ -245,7 +254,8 @@ class PageAllocator:
         owned = torch.cat((free, self._used.nonzero().view(-1)))
         assert torch.equal(owned.sort().values, torch.arange(1, self.num_pages)), "a page is lost or owned twice"
 
-    def _extend(self, prefix: Tensor, seq: Tensor, last: Tensor) -> Tensor:
+    def _extend(self, prefix: Tensor, seq: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
+        """Slots of the new tokens, on `device`, and the pages that are still to be taken for them."""
         size = self.page_size
         rows, steps = ragged(seq - prefix)
         have = -(-prefix // size)  # pages of each request before, then the new ones
@@ -254,10 +264,11 @@ class PageAllocator:
         grows = positions < have[rows] * size
         first = need.cumsum(0) - need
         chosen = torch.where(grows, 0, first[rows] + positions // size - have[rows] + 1)
-        pages = torch.cat((torch.zeros(1, dtype=torch.int64), self._take(int(need.sum()))))
-        base = torch.where(grows, steps + 1, pages[chosen] * size + positions % size)
+        pages = self._choose(int(need.sum()))
+        page_of = torch.cat((torch.zeros(1, dtype=torch.int64), pages))
+        base = torch.where(grows, steps + 1, page_of[chosen] * size + positions % size)
         packed = send(torch.stack((base, rows, grows.to(torch.int64))), last.device)
-        return send(packed[0] + last[packed[1]] * packed[2], self.device)
+        return send(packed[0] + last[packed[1]] * packed[2], self.device), pages
 
     def _last_slots(self, last_slots: Index | None, lens: Tensor, needed: Tensor) -> Tensor:
         """`last_slots` as a tensor [bs], looked at where needed: bool [bs] says so."""
@@ -309,8 +320,8 @@ class PageAllocator:
     def _growable(self, pages: Tensor) -> Tensor:
         return self._used[pages]
 
-    def _take(self, n: int) -> Tensor:
-        """n pages, int64 [n] on the CPU; raises before anything changes."""
+    def _choose(self, n: int) -> Tensor:
+        """The n free pages that come next, int64 [n] on the CPU, or a `PoolError`. They stay free."""
         if n > self._top:
             raise PoolError(
                 type(self).__name__,
@@ -318,10 +329,12 @@ class PageAllocator:
                 got=f"{self._top} of {self.num_pages - 1}",
                 hint="Free finished requests, admit fewer, or make the pool larger.",
             )
-        self._top -= n
-        pages = self._stack[self._top : self._top + n].flip(0)
+        return self._stack[self._top - n : self._top].flip(0)
+
+    def _take(self, pages: Tensor) -> None:
+        """Takes the pages that `_choose` gave. Comes last: whatever else an allocation does may run out of memory."""
+        self._top -= pages.shape[0]
         self._used[pages] = True
-        return pages
 
     def _release(self, pages: Tensor) -> None:
         n = pages.shape[0]

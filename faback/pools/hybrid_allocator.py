@@ -102,7 +102,7 @@ class HybridAllocator(PageAllocator):
     def _growable(self, pages: Tensor) -> Tensor:
         return super()._growable(pages) & (self._window_page[pages] > 0)
 
-    def _take(self, n: int) -> Tensor:
+    def _choose(self, n: int) -> Tensor:
         if n > self._window.available_pages:
             raise PoolError(
                 "HybridAllocator window pool",
@@ -110,21 +110,25 @@ class HybridAllocator(PageAllocator):
                 got=f"{self._window.available_pages} of {self.num_window_pages - 1}",
                 hint="Evict tokens that slid out of the window, prefill in smaller chunks, or make this pool larger.",
             )
-        pages = super()._take(n)
-        windows = self._window._take(n)
-        self._window_page[pages] = windows
+        return super()._choose(n)
+
+    def _take(self, pages: Tensor) -> None:
+        windows = self._window._choose(pages.shape[0])
         slots = windows[:, None] * self.page_size + torch.arange(self.page_size)
         self._map_pages()[send(pages, self.device)] = send(slots, self.device)
-        return pages
+        super()._take(pages)
+        self._window._take(windows)
+        self._window_page[pages] = windows
 
     def _release(self, pages: Tensor) -> None:
         self._unmap(pages[self._window_page[pages] > 0])
         super()._release(pages)
 
     def _unmap(self, pages: Tensor) -> None:
-        self._window._release(self._window_page[pages])
-        self._window_page[pages] = 0
+        windows = self._window_page[pages]
         self._map_pages()[send(pages, self.device)] = 0
+        self._window._release(windows)
+        self._window_page[pages] = 0
 
     def _map_pages(self) -> Tensor:
         return self.full_to_window.view(self.num_pages, self.page_size)
