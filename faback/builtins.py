@@ -26,6 +26,7 @@ BUILTINS: tuple[str, ...] = (
     "faback.kernels.reference",
     "faback.kernels.triton.ops",
     "faback.kernels.triton.provider",
+    "faback.kernels.fa2",
     "faback.kernels.fa3",
     "faback.kernels.fa4",
 )

@@ -85,8 +85,13 @@ MORE = (
     Case("extend 4 x 512 after 8192", ((8192, 512),) * 4),
     Case("extend 1 x 512", ((0, 512),)),
     Case("extend 1 x 2048", ((0, 2048),)),
+    decode(1, 8192, None, page_size=256),
+    decode(64, 4096, None, page_size=256),
+    decode(64, 8192, None, page_size=256, window=1023),
+    Case("prefill 1 x 8192 page_size 256", ((0, 8192),), page_size=256),
+    Case("extend 4 x 2048 after 2048 page_size 256", ((2048, 2048),) * 4, page_size=256),
 )
-"""Shapes between those, for the table that "auto" goes by."""
+"""Shapes between those, and pages that FlashAttention 2 takes, for the table that "auto" goes by."""
 
 STEPS = (
     decode(64, 4096, 7883),

@@ -64,7 +64,9 @@ def environment(commit: str | None = None) -> dict[str, Any]:
         "faback": faback.__version__,
         "torch": torch.__version__,
         "triton": _version("triton"),
+        "fa2": _version("flash-attn"),
         "fa3": _version("tokenspeed-fa3") or _version("flash-attn-3"),
+        "fa4": _version("flash-attn-4"),
     }
 
 

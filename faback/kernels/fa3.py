@@ -20,14 +20,13 @@ from faback.core.hooks import hookimpl
 from faback.core.kernel import Capabilities, KernelProvider, KernelRequest, Rejection, arch_of
 from faback.core.layer import LayerKind
 from faback.core.segment import Segment
-from faback.core.workspace import DeviceOps, Workspace
-from faback.kernels.paged import Paged
+from faback.core.workspace import Workspace
+from faback.kernels.paged import HALF, Paged, PagedKernel, Prepared
 
 Tensor = torch.Tensor
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
 """Sizes that kernels are compiled for; others run in the next larger one."""
-HALF = frozenset({torch.float16, torch.bfloat16})
 OPERATOR = "flash_attn_3"
 """Namespace of the operators that both builds register."""
 
@@ -61,22 +60,7 @@ class Build:
         return f"FLASHATTENTION_DISABLE_{part}" in self.flags
 
 
-@attrs.frozen(eq=False)
-class Prepared:
-    """What all layers of a kind share.
-
-    Attributes:
-        paged: lengths, table and rule.
-        arguments: of the operator, by name.
-        ops: clear what belongs to nobody, and merge sinks that the kernel does not take.
-    """
-
-    paged: Paged
-    arguments: dict[str, Any]
-    ops: DeviceOps
-
-
-class FlashAttention3(KernelProvider):
+class FlashAttention3(PagedKernel):
     """`torch.ops.flash_attn_3.fwd` over page tables or the keys of the batch."""
 
     name = "fa3"
@@ -153,37 +137,17 @@ class FlashAttention3(KernelProvider):
             arguments["scheduler_metadata"] = self._schedule(paged, layer, request.q_dtype, ws)
         return Prepared(paged, arguments, ws.ops)
 
-    def run(
-        self,
-        prepared: Prepared,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        *,
-        lse: Tensor | None = None,
-        sinks: Tensor | None = None,
-        k_scale: float | Tensor | None = None,
-        v_scale: float | Tensor | None = None,
-    ) -> None:
-        paged = prepared.paged
-        if paged.answered(out, lse):
-            return
+    def attend(
+        self, prepared: Prepared, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sinks: Tensor | None, wants_lse: bool
+    ) -> Tensor:
         own = sinks is not None and sinks.dtype == torch.bfloat16  # others would be rounded
-        _, found, *_ = getattr(torch.ops, OPERATOR).fwd(
-            q=_last_contiguous(q[: paged.tokens]),
-            k=paged.pages(_last_contiguous(k)),
-            v=paged.pages(_last_contiguous(v)),
-            out=out[: paged.tokens],
-            **prepared.arguments,
-            **({"sinks": sinks} if own else {}),
+        _, lse, *_ = getattr(torch.ops, OPERATOR).fwd(
+            q=q, k=k, v=v, out=out, **prepared.arguments, **({"sinks": sinks} if own else {})
         )
-        if lse is not None:
-            lse[: paged.tokens] = found.T
+        found: Tensor = lse
         if sinks is not None and not own:
-            part = out[: paged.tokens].clone()
-            prepared.ops.merge([part], [found.T.contiguous()], out[: paged.tokens], None, sinks)
-        paged.clear_rest(out, lse, prepared.ops)
+            prepared.ops.merge([out.clone()], [found.T.contiguous()], out, None, sinks)
+        return found
 
     def _schedule(self, paged: Paged, layer: LayerKind, dtype: torch.dtype, ws: Workspace) -> Tensor:
         """The kernel's own plan from device lengths, once for all layers."""
@@ -215,10 +179,6 @@ class FlashAttention3(KernelProvider):
 def _scheduled(out: Tensor, lens: Tensor, offsets: Tensor, **sizes: Any) -> None:
     """out = FlashAttention's scheduler metadata for these lengths."""
     out.copy_(getattr(torch.ops, OPERATOR).get_scheduler_metadata(**sizes, seqused_k=lens, cu_seqlens_q=offsets))
-
-
-def _last_contiguous(tensor: Tensor) -> Tensor:
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 @hookimpl

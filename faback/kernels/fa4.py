@@ -12,43 +12,25 @@ from __future__ import annotations
 
 import os
 from importlib import import_module, metadata
-from typing import Any
 
-import attrs
 import torch
 
 from faback.core.hooks import hookimpl
 from faback.core.kernel import Capabilities, KernelProvider, KernelRequest, Rejection, arch_of
 from faback.core.layer import LayerKind
 from faback.core.segment import Segment
-from faback.core.workspace import DeviceOps, Workspace
-from faback.kernels.paged import Paged
+from faback.core.workspace import Workspace
+from faback.kernels.paged import HALF, Paged, PagedKernel, Prepared
 
 Tensor = torch.Tensor
 
 DISTRIBUTION = "flash-attn-4"
 KEPT = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 """Environment variable that has compiled kernels kept on disk."""
-HALF = frozenset({torch.float16, torch.bfloat16})
 HOPPER = frozenset({90})
 
 
-@attrs.frozen(eq=False)
-class Prepared:
-    """What all layers of a kind share.
-
-    Attributes:
-        paged: lengths, table and rule.
-        arguments: of `flash_attn_varlen_func`, by name.
-        ops: clear what belongs to nobody.
-    """
-
-    paged: Paged
-    arguments: dict[str, Any]
-    ops: DeviceOps
-
-
-class FlashAttention4(KernelProvider):
+class FlashAttention4(PagedKernel):
     """`flash_attn.cute.flash_attn_varlen_func` over page tables or the keys of the batch, on Hopper."""
 
     name = "fa4"
@@ -110,36 +92,15 @@ class FlashAttention4(KernelProvider):
         }
         return Prepared(paged, arguments, ws.ops)
 
-    def run(
-        self,
-        prepared: Prepared,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        *,
-        lse: Tensor | None = None,
-        sinks: Tensor | None = None,
-        k_scale: float | Tensor | None = None,
-        v_scale: float | Tensor | None = None,
-    ) -> None:
+    def attend(
+        self, prepared: Prepared, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sinks: Tensor | None, wants_lse: bool
+    ) -> Tensor | None:
         from flash_attn.cute import flash_attn_varlen_func
 
-        paged = prepared.paged
-        if paged.answered(out, lse):
-            return
-        found, found_lse = flash_attn_varlen_func(
-            q[: paged.tokens].contiguous(),
-            paged.pages(k),
-            paged.pages(v),
-            learnable_sink=sinks,
-            return_lse=lse is not None,
-            **prepared.arguments,
-        )
-        out[: paged.tokens] = found
-        if lse is not None:
-            lse[: paged.tokens] = found_lse.T
-        paged.clear_rest(out, lse, prepared.ops)
+        options = {"learnable_sink": sinks, "return_lse": wants_lse, **prepared.arguments}
+        found, lse = flash_attn_varlen_func(q.contiguous(), k, v, **options)
+        out.copy_(found)
+        return lse  # type: ignore[no-any-return]
 
 
 def _tiles(head_dim: int) -> tuple[int, ...]:

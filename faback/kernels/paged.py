@@ -1,14 +1,20 @@
-"""What kernels that read page tables have in common: a segment as flash-attn's variable-length calls take it."""
+"""What the FlashAttention packages have in common: a segment as their variable-length calls take it, and one call."""
 
 from __future__ import annotations
+
+import abc
+from typing import Any
 
 import attrs
 import torch
 
+from faback.core.kernel import KernelProvider
 from faback.core.segment import Segment
 from faback.core.workspace import DeviceOps, Workspace
 
 Tensor = torch.Tensor
+
+HALF = frozenset({torch.float16, torch.bfloat16})
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -25,7 +31,7 @@ class Paged:
         page_size: tokens per page.
         causal: a query sees no key behind it.
         window: inclusive distances (left, right), -1 where open.
-        owned: every token is known to belong to a row.
+        uniform: row b's queries are known to be tokens b * max_seqlen_q to (b + 1) * max_seqlen_q - 1.
     """
 
     rows: int
@@ -39,7 +45,7 @@ class Paged:
     page_size: int
     causal: bool
     window: tuple[int, int]
-    owned: bool
+    uniform: bool
 
     @classmethod
     def of(cls, segment: Segment, ws: Workspace) -> Paged:
@@ -64,7 +70,6 @@ class Paged:
             lens = ws.fill("live_keys", (segment.rows,), ws.ops.lens, lens, add=0, active=active)
         if view is not None:
             table = ws.page_table("page_table", view, lens, longest)
-        uniform = segment.rows * each == segment.tokens
         offsets_k = segment.cu_seqlens_q if segment.cu_seqlens_k is None else segment.cu_seqlens_k
         return cls(
             rows=segment.rows,
@@ -78,7 +83,8 @@ class Paged:
             page_size=1 if view is None else view.page_size,
             causal=rule.causal,
             window=(-1 if left is None else left, 0 if rule.causal else -1 if right is None else right),
-            owned=uniform and segment.cu_seqlens_q.data_ptr() == ws.uniform_offsets(segment.rows, each).data_ptr(),
+            uniform=segment.rows * each <= segment.tokens
+            and segment.cu_seqlens_q.data_ptr() == ws.uniform_offsets(segment.rows, each).data_ptr(),
         )
 
     def pages(self, cache: Tensor) -> Tensor:
@@ -100,5 +106,66 @@ class Paged:
 
     def clear_rest(self, out: Tensor, lse: Tensor | None, ops: DeviceOps) -> None:
         """Answers for the tokens that belong to no row, which kernels leave as they are."""
-        if not self.owned or out.shape[0] > self.tokens:
+        if not self.uniform or out.shape[0] > self.rows * self.max_seqlen_q:
             ops.clear(out, lse, self.offsets)
+
+
+@attrs.frozen(eq=False)
+class Prepared:
+    """What all layers of a kind share.
+
+    Attributes:
+        paged: lengths, table and rule.
+        arguments: of the package's function, by name.
+        ops: clear what belongs to nobody, and merge sinks that the kernel does not take.
+    """
+
+    paged: Paged
+    arguments: dict[str, Any]
+    ops: DeviceOps
+
+
+class PagedKernel(KernelProvider):
+    """A kernel that reads page tables, or the keys of the batch, with one function of a package."""
+
+    @abc.abstractmethod
+    def attend(
+        self, prepared: Prepared, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sinks: Tensor | None, wants_lse: bool
+    ) -> Tensor | None:
+        """Attends into out, as far as its tokens belong to a row.
+
+        Args:
+            prepared: what `prepare` returned.
+            q, out: [tokens, num_q_heads, head_dim], at least one token.
+            k, v: [pages, page_size, num_kv_heads, head_dim], or [tokens, num_kv_heads, head_dim] of the batch.
+            sinks: [num_q_heads] logits.
+            wants_lse: whether the log-sum-exp is asked for.
+
+        Returns:
+            float32 [num_q_heads, n], natural log, of the first n tokens, all that belong to a row among them; may be
+            None where nobody asks.
+        """
+
+    def run(
+        self,
+        prepared: Prepared,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        *,
+        lse: Tensor | None = None,
+        sinks: Tensor | None = None,
+        k_scale: float | Tensor | None = None,
+        v_scale: float | Tensor | None = None,
+    ) -> None:
+        paged = prepared.paged
+        if paged.answered(out, lse):
+            return
+        tokens = slice(paged.tokens)
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        found = self.attend(prepared, q[tokens], paged.pages(k), paged.pages(v), out[tokens], sinks, lse is not None)
+        if lse is not None:
+            assert found is not None
+            lse[: found.shape[1]] = found.T
+        paged.clear_rest(out, lse, prepared.ops)

@@ -54,6 +54,16 @@ def test_traits():
         "tree", "window", "raw", "8-bit",
     }  # fmt: skip
     assert traits_of(ask("latent", "sinks")) == {"latent"}
+    assert traits_of(ask("tree", page_size=512)) == {"tree", "large pages"}
+    assert traits_of(ask("raw_kv", page_size=512)) == {"raw"}
+
+
+def test_the_size_of_pages_counts_least():
+    large = attrs.evolve(MANY, traits=frozenset({"large pages"}))
+    table = Measured(source="a test", points=(FEW, MANY, TREE, large))
+    assert table.nearest(attrs.evolve(shaped(64, 1, 4096), page_size=256)) is large
+    assert table.nearest(attrs.evolve(shaped(64, 1, 4096), page_size=16)) is MANY
+    assert table.nearest(attrs.evolve(shaped(64, 1, 4096, "tree"), page_size=256)) is TREE
 
 
 @pytest.mark.parametrize(("size", "power"), [(0, 1), (1, 1), (2, 2), (3, 4), (64, 64), (65, 128)])

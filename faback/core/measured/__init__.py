@@ -22,6 +22,8 @@ from faback.core.kernel import KernelProvider, KernelRequest
 
 VARIABLE = "FABACK_MEASURED"
 """Environment variable: a table to use instead, or "off"."""
+LARGE = "large pages"
+"""The trait that counts least: it decides which kernels can serve rather than how fast one is."""
 
 
 @attrs.frozen(kw_only=True)
@@ -44,7 +46,7 @@ class Point:
         """How far the request's shape is from this one, in powers of two; traits weigh more than any size."""
         pairs = ((self.rows, request.rows), (self.queries, request.queries), (self.keys, request.keys))
         apart = sum(abs(math.log2(max(1, a)) - math.log2(max(1, b))) for a, b in pairs)
-        return apart + 100.0 * len(self.traits ^ traits_of(request))
+        return apart + sum(50.0 if trait == LARGE else 100.0 for trait in self.traits ^ traits_of(request))
 
     def __str__(self) -> str:
         figures = ", ".join(f"{name} {time:g} us" for name, time in sorted(self.figures.items(), key=lambda f: f[1]))
@@ -78,7 +80,7 @@ class Measured:
 
 
 def traits_of(request: KernelRequest) -> frozenset[str]:
-    """The traits of a request: "tree", "latent", "8-bit", "window", "raw"."""
+    """The traits of a request: "tree", "latent", "8-bit", "window", "raw", `LARGE` (multiples of 256 tokens)."""
     features = request.features
     found = {
         "tree": not features.isdisjoint({"tree", "tail"}),
@@ -86,6 +88,7 @@ def traits_of(request: KernelRequest) -> frozenset[str]:
         "8-bit": request.kv_dtype.itemsize == 1,
         "window": not features.isdisjoint({"window", "row_window", "chunk"}),
         "raw": "raw_kv" in features,
+        LARGE: request.page_size % 256 == 0 and "raw_kv" not in features,
     }
     return frozenset(name for name, present in found.items() if present)
 
