@@ -112,8 +112,8 @@ def show(found: Diagnosis, console: Console) -> None:
     console.print(table("Environment", ("what", "found"), found.environment.items()))
     columns = ("kernel", "state", "distribution", "notes")
     console.print(table("Kernels, by rank", columns, map(_kernel_row, found.kernels)))
-    rows = [(p.name, _state(p.status), p.distribution, _last_line(p.problem)) for p in found.plugins]
-    console.print(table("Plugins", ("plugin", "state", "distribution", "problem"), rows))
+    rows = [(p.name, _state(p.status), p.distribution, p.path, _last_line(p.problem)) for p in found.plugins]
+    console.print(table("Plugins", ("plugin", "state", "distribution", "file", "problem"), rows))
     for plugin in found.plugins:
         if plugin.problem:
             console.print(Text(f"{plugin.name} ({plugin.distribution}) is broken:", style="bold red"))

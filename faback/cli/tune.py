@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +12,7 @@ import typer
 from faback.cli.bench import environment
 from faback.cli.output import main_console, side_console
 from faback.core.errors import ConfigError
+from faback.core.files import write_json
 from faback.core.kernel import arch_of
 from faback.core.measured import parse, user_file
 
@@ -42,17 +41,5 @@ def write(path: Path, table: dict[str, Any]) -> None:
     Raises:
         ConfigError: nobody could read it again, or nothing can be written there.
     """
-    text = json.dumps(table, indent=1) + "\n"
-    parse(text, str(path))
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-        try:
-            with os.fdopen(handle, "w") as file:
-                file.write(text)
-            os.replace(name, path)
-        except BaseException:
-            os.unlink(name)
-            raise
-    except OSError as error:
-        raise ConfigError(f"file {path}", wanted="a place to write to", got=str(error)) from error
+    parse(json.dumps(table), str(path))
+    write_json(path, table)

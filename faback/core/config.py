@@ -78,7 +78,9 @@ class BackendConfig:
         deterministic: a request's result is bit-equal whatever else is in the batch.
         speculative: sizes of speculation, where the engine speculates.
         checks: also run the checks that read device data (default: environment variable FABACK_CHECK=1).
-        disable_plugins: names of plugins that are not loaded.
+        allow_plugins: names of the only installed plugins that are loaded, None for all. Built-ins always are. The
+            environment variable FABACK_PLUGINS, a list with commas, allows no more than it names.
+        disable_plugins: names of plugins, built-ins included, that are not loaded; likewise FABACK_DISABLE_PLUGINS.
         require_plugins: names of plugins whose failure to load is an error.
         options: settings of plugins, by plugin name.
     """
@@ -89,6 +91,9 @@ class BackendConfig:
     deterministic: bool = False
     speculative: SpeculativeConfig | None = None
     checks: bool = attrs.field(factory=lambda: os.environ.get("FABACK_CHECK", "0") == "1")
+    allow_plugins: tuple[str, ...] | None = attrs.field(
+        default=None, converter=_names, validator=attrs.validators.optional(_strings)
+    )
     disable_plugins: tuple[str, ...] = attrs.field(default=(), converter=_names, validator=_strings)
     require_plugins: tuple[str, ...] = attrs.field(default=(), converter=_names, validator=_strings)
     options: Mapping[str, Mapping[str, Any]] = attrs.field(factory=dict)

@@ -6,6 +6,7 @@ others work on. Nothing depends on the order of registration.
 
 from __future__ import annotations
 
+import inspect
 import os
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -26,6 +27,9 @@ from faback.core.workspace import DeviceOps
 
 ENTRY_POINT_GROUP = "faback"
 DISABLE_VARIABLE = "FABACK_DISABLE_PLUGINS"
+"""Environment variable: names of plugins that are not loaded."""
+ALLOW_VARIABLE = "FABACK_PLUGINS"
+"""Environment variable: names of the only entry points that are loaded; empty for none."""
 
 T = TypeVar("T")
 
@@ -37,14 +41,16 @@ class PluginRecord:
     Attributes:
         name: entry point name, or module name of a built-in.
         distribution: the installed package and its version that it comes from.
-        status: "loaded", "broken" (see `problem`) or "blocked".
+        status: "loaded", "broken" (see `problem`), "blocked" by name, or "not allowed" by a list of those that are.
         problem: traceback of a broken one.
+        path: the file that was loaded, "" where none was.
     """
 
     name: str
     distribution: str
-    status: Literal["loaded", "broken", "blocked"]
+    status: Literal["loaded", "broken", "blocked", "not allowed"]
     problem: str = ""
+    path: str = ""
 
 
 @attrs.frozen(eq=False)
@@ -114,23 +120,27 @@ class Registry:
         builtins: Sequence[str],
         entry_points: Iterable[EntryPoint] | None = None,
     ) -> Registry:
-        """Loads the built-in modules, then the entry points that are not blocked.
+        """Loads the built-in modules, then the entry points that are allowed and not blocked. No others are imported.
 
         Args:
-            config: `disable_plugins` and `require_plugins` are honoured here.
+            config: `allow_plugins`, `disable_plugins` and `require_plugins` are honoured here.
             builtins: module names.
             entry_points: what to load instead of the installed group `faback`, for tests and embedding.
 
         Raises:
-            PluginError: a required plugin is missing, broken or blocked, or two plugins collide.
+            PluginError: a required plugin is missing, broken or left out, or two plugins collide.
         """
         registry = cls(required=frozenset(config.require_plugins))
         blocked = registry._blocked(config)
         for module in builtins:
             registry._add(module, f"faback {_version()}", partial(import_module, module), blocked)
         points = metadata.entry_points(group=ENTRY_POINT_GROUP) if entry_points is None else entry_points
+        allowed = _allowed(config)
         for point in sorted(points, key=lambda p: p.name):
-            registry._add(point.name, _distribution(point), point.load, blocked)
+            if allowed is None or point.name in allowed:
+                registry._add(point.name, _distribution(point), point.load, blocked)
+            else:
+                registry.records.append(PluginRecord(point.name, _distribution(point), "not allowed"))
         registry._check_required()
         return registry
 
@@ -197,8 +207,8 @@ class Registry:
             raise PluginError(f"{hook} of one of the plugins {names} raised", got=repr(error), hint=hint) from error
 
     def _blocked(self, config: BackendConfig) -> frozenset[str]:
-        named = [*config.disable_plugins, *os.environ.get(DISABLE_VARIABLE, "").split(",")]
-        return frozenset(name.strip().removeprefix("no:") for name in named if name.strip())
+        named = {*config.disable_plugins, *_listed(os.environ.get(DISABLE_VARIABLE, ""))}
+        return frozenset(name.removeprefix("no:") for name in named)
 
     def _add(self, name: str, distribution: str, load: Callable[[], object], blocked: frozenset[str]) -> None:
         if name in blocked:
@@ -223,7 +233,7 @@ class Registry:
                 self._manager.unregister(name=name)
             self.records.append(PluginRecord(name, distribution, "broken", traceback.format_exc()))
         else:
-            self.records.append(PluginRecord(name, distribution, "loaded"))
+            self.records.append(PluginRecord(name, distribution, "loaded", path=_path(plugin)))
 
     def _check_required(self) -> None:
         fates = {record.name: record for record in reversed(self.records)}
@@ -295,6 +305,24 @@ def _ordered(overlays: list[Contribution[Overlay]]) -> list[Contribution[Overlay
         waiting.remove(ready)
         done.append(ready)
     return done
+
+
+def _allowed(config: BackendConfig) -> frozenset[str] | None:
+    """The entry points that may be loaded, None for all: what the configuration and the environment both allow."""
+    said = os.environ.get(ALLOW_VARIABLE)
+    lists = [names for names in (config.allow_plugins, None if said is None else _listed(said)) if names is not None]
+    return frozenset(lists[0]).intersection(*lists[1:]) if lists else None
+
+
+def _listed(names: str) -> list[str]:
+    """The names in a list with commas."""
+    return [name.strip() for name in names.split(",") if name.strip()]
+
+
+def _path(plugin: object) -> str:
+    """The file that a plugin is written in."""
+    module = plugin if inspect.ismodule(plugin) else inspect.getmodule(type(plugin))
+    return getattr(module, "__file__", None) or ""
 
 
 def _distribution(point: EntryPoint) -> str:

@@ -71,3 +71,15 @@ def test_doctor_survives_a_raising_probe(faback_cli, monkeypatch):
     stubs.install(monkeypatch, stubs.Point("far", stubs.Plugin(kernel)))
     found = next(k for k in diagnosis(faback_cli)["kernels"] if k["name"] == "elsewhere")
     assert not found["available"] and "ZeroDivisionError" in found["problem"]
+
+
+def test_doctor_says_what_was_loaded_from_where(faback_cli, monkeypatch):
+    stubs.install(monkeypatch, stubs.Point("near", stubs.Plugin(stubs.Skewed())), stubs.Point("far", stubs.Raising()))
+    monkeypatch.setenv("FABACK_PLUGINS", "near")
+    found = {p["name"]: p for p in diagnosis(faback_cli)["plugins"]}
+    assert found["near"] == {
+        "name": "near", "distribution": "near-dist 9.9", "status": "loaded", "problem": "", "path": stubs.__file__
+    }  # fmt: skip
+    assert (found["far"]["status"], found["far"]["path"]) == ("not allowed", "")
+    printed = faback_cli("doctor", "--device", "cpu").stdout
+    assert stubs.__file__ in printed and "near-dist 9.9" in printed and "not allowed" in printed

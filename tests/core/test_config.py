@@ -57,7 +57,7 @@ def test_frozen():
         BackendConfig(context_len=1).context_len = 2
 
 
-@pytest.mark.parametrize("field", ["disable_plugins", "require_plugins"])
+@pytest.mark.parametrize("field", ["allow_plugins", "disable_plugins", "require_plugins"])
 def test_a_string_is_no_list_of_plugins(field):
     with pytest.raises(ConfigError):
         BackendConfig(context_len=1, **{field: "name"})

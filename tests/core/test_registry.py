@@ -7,6 +7,7 @@ import attrs
 import pytest
 import torch
 
+from core import plugins
 from core.plugins import AnyMode, AnyOverlay, Point, fate, holder, load, plugin
 from faback import BackendConfig, PluginError, hookimpl
 from faback.builtins import BUILTINS
@@ -255,3 +256,54 @@ def test_observers_see_each_plan(world, layer):
     made = world([layer()], [2], [1], points=[point])
     plans = [made.backend.plan(made.batch("decode")) for _ in range(2)]
     assert seen == plans
+
+
+def names(registry, status):
+    return {r.name for r in registry.records if r.status == status} - set(BUILTINS)
+
+
+@pytest.mark.parametrize(
+    ("said", "config", "loaded"),
+    [
+        (None, {}, {"a", "b", "c"}),
+        ("", {}, set()),
+        (" , ", {}, set()),
+        ("a", {}, {"a"}),
+        (" c ,a,", {}, {"a", "c"}),
+        ("nothing-like-it", {}, set()),
+        (None, {"allow_plugins": ()}, set()),
+        (None, {"allow_plugins": ["b"]}, {"b"}),
+        ("a,b", {"allow_plugins": ("b", "c")}, {"b"}),
+        ("", {"allow_plugins": ("b",)}, set()),
+        ("a,b", {"disable_plugins": ("a",)}, {"b"}),
+    ],
+)
+def test_only_what_is_allowed_is_imported(monkeypatch, said, config, loaded):
+    if said is None:
+        monkeypatch.delenv("FABACK_PLUGINS", raising=False)
+    else:
+        monkeypatch.setenv("FABACK_PLUGINS", said)
+    imported = []
+
+    class Watched(Point):
+        def load(self):
+            imported.append(self.name)
+            return super().load()
+
+    registry = load(*(Watched(name, plugin()) for name in "cab"), **config)
+    assert set(imported) == names(registry, "loaded") == loaded
+    assert names(registry, "not allowed") | names(registry, "blocked") == {"a", "b", "c"} - loaded
+    assert set(BUILTINS) <= {r.name for r in registry.records if r.status == "loaded"}
+
+
+def test_a_required_plugin_that_is_not_allowed_is_an_error(monkeypatch):
+    monkeypatch.setenv("FABACK_PLUGINS", "other")
+    with pytest.raises(PluginError, match="required plugin 'p': wanted loaded, got not allowed"):
+        load(Point("p", plugin()), require_plugins=("p",))
+
+
+def test_records_say_which_file_was_loaded():
+    registry = load(Point("p", plugin()), Point("bad", ImportError()))
+    assert fate(registry, "faback.modes.decode").path.endswith("faback/modes/decode.py")
+    assert fate(registry, "p").path == plugins.__file__
+    assert fate(registry, "bad").path == ""

@@ -18,6 +18,7 @@ from typing import Any
 import attrs
 
 from faback.core.errors import ConfigError
+from faback.core.files import own_users, read_text
 from faback.core.kernel import KernelProvider, KernelRequest
 
 VARIABLE = "FABACK_MEASURED"
@@ -96,18 +97,20 @@ def traits_of(request: KernelRequest) -> frozenset[str]:
 def load(arch: int) -> Measured:
     """The table for an architecture: the user's own, or the one that was shipped, or an empty one.
 
+    The user's own must belong to the user or to root, one that is named may belong to anyone; see also `read_text`.
+
     Args:
         arch: compute capability as two digits.
 
     Raises:
-        ConfigError: the user's own is not a table.
+        ConfigError: the user's own is not a table, or others could have written it.
     """
     chosen = os.environ.get(VARIABLE)
     if chosen == "off":
         return Measured(source=f"{VARIABLE}=off")
     path = Path(chosen) if chosen else user_file(arch)
-    if path.is_file():
-        return parse(path.read_text(), str(path))
+    if path.exists():
+        return parse(read_text(path, owners=None if chosen else own_users()), str(path))
     if chosen:
         raise ConfigError(VARIABLE, wanted="a table of `faback tune`, or 'off'", got=chosen)
     shipped = resources.files(__name__).joinpath(f"sm_{arch}.json")
@@ -128,7 +131,7 @@ def parse(text: str, source: str) -> Measured:
     """
     try:
         points = tuple(_point(entry) for entry in json.loads(text)["points"])
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         hint = f"Write it anew with `faback tune`, or set {VARIABLE}=off."
         raise ConfigError(
             f"measured table {source}", wanted="what `faback tune` writes", got=repr(error), hint=hint

@@ -69,8 +69,8 @@ def smollm2(
             say(f"Converting {source.name} once, into {folder} (about a minute)")
             model, tokenizer = _convert(source, folder, say)
         else:
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-            tokenizer = AutoTokenizer.from_pretrained(folder)
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     eos = tuple(int(tokenizer.convert_tokens_to_ids(token)) for token in END_TOKENS)
     model = model.to(device=device, dtype=dtype).eval()  # type: ignore[call-arg]
     return LoadedModel(name="SmolLM2-135M-Instruct", model=model, tokenizer=tokenizer, eos_token_ids=eos)
@@ -124,8 +124,10 @@ def _convert(source: Path, folder: Path, say: Callable[[str], None]) -> tuple[Pr
     missing = [name for name in ("gguf", "accelerate") if not _installed(name)]
     if missing:
         raise FabackError("weights", wanted="the packages gguf and accelerate", got=f"no {missing}", hint=INSTALL)
-    loaded = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    loaded = AutoModelForCausalLM.from_pretrained(
+        source.parent, gguf_file=source.name, dtype=torch.float32, local_files_only=True
+    )
+    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name, local_files_only=True)
     config = copy.deepcopy(loaded.config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # the weights are plain by now, but could not be saved with it
