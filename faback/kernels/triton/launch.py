@@ -1,8 +1,8 @@
 """Launches that Triton has seen before.
 
 For every launch Triton works out which compiled form fits the arguments, which takes several times as long as the
-launch itself. What it looks at hardly changes from layer to layer. Compiled forms take pointers as plain numbers, which
-spares them to ask the driver about every tensor.
+launch itself. What it looks at hardly changes from layer to layer, or from plan to plan. Compiled forms take pointers
+as plain numbers, which spares them to ask the driver about every tensor.
 """
 
 from __future__ import annotations
@@ -14,22 +14,54 @@ import attrs
 import torch
 
 Grid = tuple[int, int, int]
+WIDEST = 0x7FFFFFFF
+"""Largest number that Triton passes in 32 bits."""
+
+
+def _free(kernel: Kernel) -> frozenset[str]:
+    params = getattr(kernel.function, "params", ())  # an interpreted function has none
+    return frozenset(param.name for param in params if param.do_not_specialize)
+
+
+@attrs.define(eq=False)
+class Kernel:
+    """A Triton function with its constants, and the compiled forms of it that were needed so far.
+
+    Attributes:
+        function: what `triton.jit` made.
+        constants: its last arguments by name, which `tl.constexpr` annotates.
+        options: `num_warps` and the like.
+    """
+
+    function: Any
+    constants: dict[str, Any]
+    options: dict[str, Any] = attrs.field(factory=dict)
+    _free: frozenset[str] = attrs.field(default=attrs.Factory(_free, takes_self=True), init=False)
+    _compiled: dict[Any, dict[Any, Any]] = attrs.field(factory=dict, init=False)
+
+    def bound(self, args: dict[str, Any]) -> Launch:
+        """Fixes arguments that many launches share: all but the first ones and the constants."""
+        form = []
+        for name, x in args.items():
+            if isinstance(x, torch.Tensor):
+                form.append((name, x.dtype, x.data_ptr() % 16 == 0))
+            else:
+                form.append((name, x > WIDEST if name in self._free or isinstance(x, float) else x))
+        return Launch(self, args, self._compiled.setdefault(tuple(form), {}))
 
 
 @attrs.define(eq=False)
 class Launch:
-    """A Triton kernel whose last arguments are fixed.
+    """A kernel whose last arguments are fixed.
 
     Attributes:
-        kernel: the function that `triton.jit` made.
-        fixed: the arguments by name that stay, constants among them: all but the first ones.
-        options: `num_warps` and the like.
+        kernel: whose.
+        args: the fixed arguments by name, without the constants.
     """
 
-    kernel: Any
-    fixed: dict[str, Any]
-    options: dict[str, Any] = attrs.field(factory=dict)
-    _compiled: dict[Any, Any] = attrs.field(factory=dict, init=False)
+    kernel: Kernel
+    args: dict[str, Any]
+    _compiled: dict[Any, Any]
     _rest: tuple[Any, ...] = attrs.field(default=(), init=False)
 
     def __call__(
@@ -56,14 +88,16 @@ class Launch:
                 pointer = tensor.data_ptr()
                 pointers.append(pointer)
                 forms.append((tensor.dtype, pointer % 16 == 0))
-        form = (*forms, *numbers, *[x > 0x7FFFFFFF for x in free])
+        form = (*forms, *numbers, *[x > WIDEST for x in free])
         compiled = self._compiled.get(form)
         if compiled is None:
+            kernel = self.kernel
+            named = {**self.args, **kernel.constants, **kernel.options}
             # An interpreted kernel has no compiled form.
-            self._compiled[form] = self.kernel[grid](*tensors, *numbers, *free, **self.fixed, **self.options)
+            self._compiled[form] = kernel.function[grid](*tensors, *numbers, *free, **named)
             return
         if not self._rest:
-            names = self.kernel.arg_names[len(tensors) + len(numbers) + len(free) :]
-            rest = (self.fixed.get(name) for name in names)
+            names = self.kernel.function.arg_names[len(pointers) + len(numbers) + len(free) :]
+            rest = ({**self.args, **self.kernel.constants}.get(name) for name in names)
             self._rest = tuple(x.data_ptr() if isinstance(x, torch.Tensor) else x for x in rest)
         compiled[grid](*pointers, *numbers, *free, *self._rest)

@@ -17,7 +17,7 @@ from faback.core.segment import KVView, KVWrite, Segment
 from faback.core.workspace import DeviceOps, tree_parts
 from faback.kernels.torch_fills import TorchFills
 from faback.kernels.torch_ops import FP8_DTYPES
-from faback.kernels.triton.launch import Grid, Launch
+from faback.kernels.triton.launch import Grid, Kernel, Launch
 from faback.kernels.triton.provider import MAX_PLANNED_ROWS, scale_args
 from faback.kernels.triton.tiles import power_of_two
 
@@ -37,6 +37,7 @@ class TritonOps(TorchFills):
 
     def __init__(self) -> None:
         self._launches: dict[Any, Launch] = {}
+        self._stores: dict[tuple[int, int, torch.dtype], tuple[Launch, int]] = {}
 
     def _launch(
         self,
@@ -48,10 +49,10 @@ class TritonOps(TorchFills):
         **fixed: Any,
     ) -> None:
         """`Launch` of a kernel, remembered by its constants."""
-        key = kernel, *fixed.values()
+        key = id(kernel), *fixed.values()  # kernels live as long as their modules
         launch = self._launches.get(key)
         if launch is None:
-            launch = self._launches[key] = Launch(kernel, fixed)
+            launch = self._launches[key] = Kernel(kernel, fixed).bound({})
         launch(grid, tensors, numbers, free)
 
     def lens(self, out: Tensor, source: Tensor, *, add: int, active: Tensor | None) -> None:
@@ -182,30 +183,27 @@ class TritonOps(TorchFills):
         v_scale: float | Tensor | None,
     ) -> None:
         """See `DeviceOps`; slot 0 is skipped."""
-        from faback.kernels.triton.store import store
-
         assert write.slots is not None
         tokens, heads, dim = k.shape
         if tokens == 0:
             return
         k = k if k.stride(-1) == 1 else k.contiguous()
-        v = v if v is None or v.stride(-1) == 1 else v.contiguous()
-        block_t = max(1, min(16, 2048 // power_of_two(dim)))
+        if v is None:
+            value_dim, value_strides = 0, (0, 0)
+        else:
+            v = v if v.stride(-1) == 1 else v.contiguous()
+            value_dim, value_strides = v.shape[2], v.stride()[:2]
+        key = dim, value_dim, k_cache.dtype
+        found = self._stores.get(key)
+        if found is None:
+            found = self._stores[key] = _store(dim, value_dim, k_cache.dtype)
+        launch, block_t = found
         scales, flags, factors = scale_args(k_scale, v_scale)
-        values = (0, 0) if v is None else v.stride()[:2]
-        value_dim = 0 if v is None else v.shape[2]
-        self._launch(
-            store,
+        launch(
             (-(-tokens // block_t), heads, 1),
             (k, v, k_cache, v_cache, _plain(write.slots), write.slot_map, *scales),
-            (*flags, *k.stride()[:2], *values, *k_cache.stride()[:2], *v_cache.stride()[:2]),
+            (*flags, *k.stride()[:2], *value_strides, *k_cache.stride()[:2], *v_cache.stride()[:2]),
             (*factors, tokens),
-            DK=dim,
-            DV=value_dim,
-            BLOCK_K=power_of_two(dim),
-            BLOCK_V=power_of_two(value_dim),
-            LIMIT=LIMITS.get(k_cache.dtype, 0.0),
-            BLOCK_T=block_t,
         )
 
     def clear(self, out: Tensor, lse: Tensor | None, offsets: Tensor) -> None:
@@ -274,6 +272,22 @@ class TritonOps(TorchFills):
         varying = out, *source, offsets, _plain(lens), tail_lens
         constants = {"COMMITTED": True, "KEY_ROWS": False, "BLOCK": BLOCK} | more
         self._launch(table, (rows, -(-width // BLOCK), 1), varying, (page_size,), counts, **constants)
+
+
+def _store(dim: int, value_dim: int, dtype: torch.dtype) -> tuple[Launch, int]:
+    """The kernel that writes keys and values of these sizes, and the tokens of one program."""
+    from faback.kernels.triton.store import store
+
+    block_t = max(1, min(16, 2048 // power_of_two(dim)))
+    constants = {
+        "DK": dim,
+        "DV": value_dim,
+        "BLOCK_K": power_of_two(dim),
+        "BLOCK_V": power_of_two(value_dim),
+        "LIMIT": LIMITS.get(dtype, 0.0),
+        "BLOCK_T": block_t,
+    }
+    return Kernel(store, constants).bound({}), block_t
 
 
 @overload

@@ -14,7 +14,7 @@ from faback.core.kernel import Capabilities, KernelProvider, KernelRequest, Reje
 from faback.core.layer import LayerKind
 from faback.core.segment import FEATURES, Segment
 from faback.core.workspace import Workspace
-from faback.kernels.triton.launch import Launch
+from faback.kernels.triton.launch import Kernel, Launch
 from faback.kernels.triton.tiles import Shape, Tile, pick, power_of_two
 
 Tensor = torch.Tensor
@@ -56,6 +56,9 @@ class TritonAttention(KernelProvider):
     name = "triton"
     priority = 100
 
+    def __init__(self) -> None:
+        self._kernels: dict[Any, Kernel] = {}
+
     def probe(self, device: torch.device) -> str | None:
         if find_spec("triton") is None:
             return "the package triton is not installed"
@@ -83,8 +86,6 @@ class TritonAttention(KernelProvider):
         return tuple(found)
 
     def prepare(self, segment: Segment, layer: LayerKind, request: KernelRequest, ws: Workspace) -> Prepared:
-        from faback.kernels.triton.attend import attend
-
         heads = layer.num_kv_heads
         deterministic = "deterministic" in request.features
         shape = Shape(
@@ -113,9 +114,20 @@ class TritonAttention(KernelProvider):
         args["partial_acc"] = ws.scratch("partial_acc", slots * lines * v_block, torch.float32)
         args["partial_ml"] = ws.scratch("partial_ml", slots * lines * 2, torch.float32)
         args["arrivals"] = ws.scratch("arrivals", slots, torch.int32)
-        args |= _constants(segment, layer, request, tile, fixed)
-        options = {"num_warps": tile.warps, "num_stages": tile.stages, "maxnreg": tile.registers}
-        return Prepared((items * heads, 1, 1), Launch(attend, args, options), segment.tokens)
+        kernel = self._kernel(layer, request, tile, _traits(segment, fixed, lines))
+        return Prepared((items * heads, 1, 1), kernel.bound(args), segment.tokens)
+
+    def _kernel(self, layer: LayerKind, request: KernelRequest, tile: Tile, traits: dict[str, Any]) -> Kernel:
+        """`attend` with its constants, which many plans share."""
+        from faback.kernels.triton.attend import attend
+
+        key = layer, request.q_dtype, request.kv_dtype, tile, *traits.values()
+        found = self._kernels.get(key)
+        if found is None:
+            constants = _constants(layer, request, tile, traits)
+            options = {"num_warps": tile.warps, "num_stages": tile.stages, "maxnreg": tile.registers}
+            found = self._kernels[key] = Kernel(attend, constants, options)
+        return found
 
     def run(
         self,
@@ -210,12 +222,32 @@ def _segment_args(segment: Segment, ws: Workspace) -> dict[str, Any]:
     }
 
 
-def _constants(segment: Segment, layer: LayerKind, request: KernelRequest, tile: Tile, fixed: int) -> dict[str, Any]:
+def _traits(segment: Segment, fixed: int, lines: int) -> dict[str, Any]:
+    """The constants of `attend` that depend on the segment."""
     rule, tail, view = segment.visibility, segment.tail, segment.kv
+    return {
+        "ROWS": power_of_two(segment.rows + 1),
+        "FIXED_SPLIT": fixed,
+        "LINES": lines,
+        "KEY_ROWS": view is not None and not view.dense,
+        "CAUSAL": rule.causal,
+        "HAS_LEFT": rule.window[0] is not None or rule.row_window is not None,
+        "HAS_RIGHT": rule.window[1] is not None,
+        "HAS_CHUNK": rule.chunk is not None,
+        "COMMITTED": segment.committed,
+        "HAS_TAIL": tail is not None,
+        "PER_QUERY": tail is not None and tail.per_query,
+    }
+
+
+def _constants(layer: LayerKind, request: KernelRequest, tile: Tile, traits: dict[str, Any]) -> dict[str, Any]:
+    """All constants of `attend`."""
     main = max(16, power_of_two(layer.head_dim + 1) // 2)
     rest = max(0, layer.head_dim - main)
-    v_block, lines = power_of_two(layer.v_head_dim), _lines(segment, layer, tile)
-    return {
+    v_block = power_of_two(layer.v_head_dim)
+    # Splits are merged one at a time where the sum must not depend on how many lie before a request's own.
+    merge = 1 if traits["FIXED_SPLIT"] else min(64, max(1, 2048 * tile.warps // (traits["LINES"] * v_block)))
+    return traits | {
         "GROUP": layer.group_size,
         "DK": layer.head_dim,
         "DR": rest,
@@ -225,23 +257,11 @@ def _constants(segment: Segment, layer: LayerKind, request: KernelRequest, tile:
         "V_BLOCK": v_block,
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
-        "ROWS": power_of_two(segment.rows + 1),
-        "FIXED_SPLIT": fixed,
-        "LINES": lines,
-        # One at a time where the sum must not depend on how many splits lie before a request's own.
-        "MERGE": 1 if fixed else min(64, max(1, 2048 * tile.warps // (lines * v_block))),
+        "MERGE": merge,
         "HEADS": layer.num_kv_heads,
         "HEADS_FIRST": tile.heads_first,
-        "SPREAD": tile.block_m <= 32 and tile.warps > 1 and not (tail is not None and tail.per_query),
-        "KEY_ROWS": view is not None and not view.dense,
-        "CAUSAL": rule.causal,
-        "HAS_LEFT": rule.window[0] is not None or rule.row_window is not None,
-        "HAS_RIGHT": rule.window[1] is not None,
-        "HAS_CHUNK": rule.chunk is not None,
+        "SPREAD": tile.block_m <= 32 and tile.warps > 1 and not traits["PER_QUERY"],
         "HAS_SOFTCAP": layer.softcap > 0,
-        "COMMITTED": segment.committed,
-        "HAS_TAIL": tail is not None,
-        "PER_QUERY": tail is not None and tail.per_query,
         "SHARE_KV": layer.latent and layer.v_head_dim == main == v_block,
         "FP32": request.q_dtype == torch.float32,
         "UPCAST": interpreting(),
