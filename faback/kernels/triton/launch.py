@@ -40,13 +40,22 @@ class Kernel:
     _compiled: dict[Any, dict[Any, Any]] = attrs.field(factory=dict, init=False)
 
     def bound(self, args: dict[str, Any]) -> Launch:
-        """Fixes arguments that many launches share: all but the first ones and the constants."""
-        form = []
+        """Fixes arguments that many launches share, always of the same names: all but the first ones and the constants.
+
+        Args:
+            args: tensors, numbers and None by name.
+        """
+        form: list[Any] = []
         for name, x in args.items():
-            if isinstance(x, torch.Tensor):
-                form.append((name, x.dtype, x.data_ptr() % 16 == 0))
+            kind = type(x)
+            if x is None:
+                form.append(None)
+            elif kind is int:
+                form.append(x > WIDEST if name in self._free else x)
+            elif kind is float:
+                form.append(kind)
             else:
-                form.append((name, x > WIDEST if name in self._free or isinstance(x, float) else x))
+                form += x.dtype, x.data_ptr() % 16 == 0
         return Launch(self, args, self._compiled.setdefault(tuple(form), {}))
 
 
