@@ -48,6 +48,7 @@ FEATURES = {
     "slot_map": "slots translated to another pool",
     "raw_kv": "keys and values of the batch itself, no cache",
     "dense_table": "keys addressed by a table of its own instead of the request rows",
+    "block_table": "a table of pages in place of slots",
     "latent": "values that are the leading part of the keys",
     "softcap": "tanh cap on the scores",
     "sinks": "a logit per head in the denominator",
@@ -100,8 +101,11 @@ class KVView:
     padding: a kernel row that points there has no keys, whatever its length says (tables made by a lowering, `dense`,
     have no such row).
 
+    With a `page_stride` the table is a block table: it has pages in place of slots, and token i = start[b] + t is slot
+    `req_to_token[req_pool_indices[b], i // page_size] * page_stride + i % page_size`.
+
     Attributes:
-        req_to_token: int32 or int64 [request rows, tokens], slots.
+        req_to_token: int32 or int64 [request rows, tokens], slots; [request rows, pages] of a block table.
         req_pool_indices: int32 or int64 [rows], which row of `req_to_token` each kernel row reads.
         page_size: tokens per page; the slots of a page are consecutive and aligned.
         start: int32 or int64 [rows] first token, 0 if None.
@@ -109,6 +113,8 @@ class KVView:
         dense: True where `req_to_token` was made for one segment (row b belongs to kernel row b).
         shard: (index, count) where the row holds every count-th token of the request: its token t then stands at
             position t * count + index.
+        page_stride: slots from one page of a block table to the next, `page_size` where nothing lies between; None for
+            a table of slots.
     """
 
     req_to_token: Tensor
@@ -118,6 +124,12 @@ class KVView:
     slot_map: Tensor | None = None
     dense: bool = False
     shard: tuple[int, int] | None = None
+    page_stride: int | None = None
+
+    @property
+    def slots_per_page(self) -> int:
+        """What a slot of the layer's pool is divided by to find its page."""
+        return self.page_stride if self.page_stride is not None and self.slot_map is None else self.page_size
 
 
 @attrs.frozen(eq=False)
@@ -151,7 +163,8 @@ class KVWrite:
     """Where the new keys and values of a layer go.
 
     Attributes:
-        slots: int32 or int64 [tokens], None for nowhere. Slot 0 belongs to padding and may receive anything.
+        slots: int32 or int64 [tokens], None for nowhere. Slot 0 belongs to padding and may receive anything; negative
+            slots are padding, too.
         slot_map: translation to the layer's pool, as in `KVView`.
     """
 
@@ -245,6 +258,7 @@ class Segment:
             "start": view is not None and view.start is not None,
             "slot_map": view is not None and view.slot_map is not None,
             "dense_table": view is not None and view.dense,
+            "block_table": view is not None and view.page_stride is not None,
         }
         return self.visibility.features() | {name for name, present in found.items() if present}
 
@@ -315,4 +329,6 @@ class Segment:
             found.append(("tail.slots", "slots, as there is no KVView that the tail could continue", None))
         if view is not None and view.shard is not None and not 0 <= view.shard[0] < view.shard[1]:
             found.append(("kv.shard", "(index, count) with 0 <= index < count", view.shard))
+        if view is not None and view.page_stride is not None and view.page_stride < view.page_size:
+            found.append(("kv.page_stride", f"None, or {view.page_size} or more, as a page has", view.page_stride))
         return found

@@ -113,8 +113,11 @@ def slots_at(view: KVView, row: Tensor, token: Tensor) -> Tensor:
     """int64 slots of tokens of kernel rows, before the slot map; both broadcast, tokens past the table are clamped."""
     if view.start is not None:
         token = token + view.start.long()[row]
-    token = token.clamp(0, view.req_to_token.shape[1] - 1)
-    return view.req_to_token[view.req_pool_indices.long()[row], token].long()
+    table, request, last = view.req_to_token, view.req_pool_indices.long()[row], view.req_to_token.shape[1] - 1
+    if view.page_stride is None:
+        return table[request, token.clamp(0, last)].long()
+    page = table[request, (token // view.page_size).clamp(0, last)].long()
+    return page * view.page_stride + token % view.page_size
 
 
 def translated(view: KVView, slots: Tensor) -> Tensor:

@@ -68,7 +68,8 @@ class FlashAttention2(PagedKernel):
 
     def capabilities(self, device: torch.device) -> Capabilities:
         features = {
-            "window", "window_right", "non_causal", "softcap", "lse", "raw_kv", "dense_table", "slot_map", "graph",
+            "window", "window_right", "non_causal", "softcap", "lse", "raw_kv", "dense_table", "block_table",
+            "slot_map", "graph",
         }  # fmt: skip
         return Capabilities(
             min_arch=80,

@@ -86,7 +86,7 @@ class FlashAttention3(PagedKernel):
         assert build is not None
         parts = {
             "window": "LOCAL", "window_right": "LOCAL", "softcap": "SOFTCAP", "raw_kv": "VARLEN",
-            "dense_table": "PAGEDKV", "slot_map": "PAGEDKV",
+            "dense_table": "PAGEDKV", "block_table": "PAGEDKV", "slot_map": "PAGEDKV",
         }  # fmt: skip
         features = {feature for feature, part in parts.items() if not build.lacks(part)}
         features |= {"non_causal", "lse", "graph"} | ({"sinks"} if build.sinks else set())

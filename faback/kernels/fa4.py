@@ -52,8 +52,8 @@ class FlashAttention4(PagedKernel):
 
     def capabilities(self, device: torch.device) -> Capabilities:
         features = {
-            "window", "window_right", "non_causal", "softcap", "sinks", "lse", "raw_kv", "dense_table", "slot_map",
-            "graph",
+            "window", "window_right", "non_causal", "softcap", "sinks", "lse", "raw_kv", "dense_table", "block_table",
+            "slot_map", "graph",
         }  # fmt: skip
         return Capabilities(
             min_arch=min(HOPPER),

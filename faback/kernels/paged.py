@@ -29,6 +29,7 @@ class Paged:
         table: int32 [rows, pages] page ids, None for keys that come with the call.
         offsets_k: int32 [rows + 1], where each row's keys lie in those; None for a cache.
         page_size: tokens per page.
+        page_stride: slots from one page to the next.
         causal: a query sees no key behind it.
         window: inclusive distances (left, right), -1 where open.
         uniform: row b's queries are known to be tokens b * max_seqlen_q to (b + 1) * max_seqlen_q - 1.
@@ -43,6 +44,7 @@ class Paged:
     table: Tensor | None
     offsets_k: Tensor | None
     page_size: int
+    page_stride: int
     causal: bool
     window: tuple[int, int]
     uniform: bool
@@ -81,6 +83,7 @@ class Paged:
             table=table,
             offsets_k=offsets_k if view is None else None,
             page_size=1 if view is None else view.page_size,
+            page_stride=1 if view is None else view.slots_per_page,
             causal=rule.causal,
             window=(-1 if left is None else left, 0 if rule.causal else -1 if right is None else right),
             uniform=segment.rows * each <= segment.tokens
@@ -92,8 +95,9 @@ class Paged:
         if self.table is None:
             return cache
         slot, head, _ = cache.stride()
-        shape = cache.shape[0] // self.page_size, self.page_size, *cache.shape[1:]
-        return cache.as_strided(shape, (slot * self.page_size, slot, head, 1))
+        count = (cache.shape[0] - self.page_size) // self.page_stride + 1
+        shape = count, self.page_size, *cache.shape[1:]
+        return cache.as_strided(shape, (slot * self.page_stride, slot, head, 1))
 
     def answered(self, out: Tensor, lse: Tensor | None) -> bool:
         """Whether there is nothing to attend from; out [tokens, heads, dim] and lse [tokens, heads] say so then."""

@@ -73,7 +73,7 @@ class TorchFills:
         row = torch.arange(out.shape[0], device=out.device)[:, None]
         live = first < lens[:, None]
         slots = torch.where(live, slots_at(view, row, first), 0)
-        out.copy_(torch.where(live, translated(view, slots) // view.page_size, 0))
+        out.copy_(torch.where(live, translated(view, slots) // view.slots_per_page, 0))
 
     def slot_table(self, out: Tensor, segment: Segment) -> None:
         if segment.rows == 0:

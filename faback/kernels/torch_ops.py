@@ -27,7 +27,7 @@ class TorchOps(TorchFills):
         v_scale: float | Tensor | None,
     ) -> None:
         assert write.slots is not None
-        slots = write.slots.long()
+        slots = write.slots.long().clamp(min=0)
         if write.slot_map is not None:
             slots = write.slot_map[slots].long()
         for cache, new, scale in ((k_cache, k, k_scale), (v_cache, v, v_scale)):

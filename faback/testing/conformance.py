@@ -203,7 +203,7 @@ class KernelConformance(_Kit):
 
     kernel: ClassVar[str]
     device: ClassVar[str] = "cpu"
-    unreached: ClassVar[frozenset[str]] = frozenset({"dense_table", "tail_only", "sharded"})
+    unreached: ClassVar[frozenset[str]] = frozenset({"dense_table", "block_table", "tail_only", "sharded"})
 
     def cells(self) -> Iterable[Options]:
         for number, variant in enumerate(VARIANTS):

@@ -38,6 +38,7 @@ def view(**changes):
         ({"kv": view(start=int32(0, 0))}, {"start"}),
         ({"kv": view(slot_map=int32(0, 1))}, {"slot_map"}),
         ({"kv": view(dense=True)}, {"dense_table"}),
+        ({"kv": view(page_stride=1)}, {"block_table"}),
         ({"positions": int32(0, 0)}, {"positions"}),
         ({"tail": Tail(2, int32(1, 2))}, {"tail"}),
         ({"tail": Tail(2, int32(1, 2), mask=torch.ones(2, 2, dtype=torch.bool))}, {"tail", "tree"}),
@@ -87,8 +88,9 @@ def test_a_malformed_one_names_field_and_contributor(field, changes):
         {"tail": Tail(2, int32(1, 2), bits=torch.ones(2, 1, dtype=torch.int64))},
         {"positions": torch.ones(2)},
         {"kv": view(slot_map=torch.ones(4))},
+        {"kv": view(page_size=4, page_stride=3)},
     ],
-    ids=["slots dtype", "slots rows", "mask dtype", "bits dtype", "positions dtype", "slot_map dtype"],
+    ids=["slots dtype", "slots rows", "mask dtype", "bits dtype", "positions dtype", "slot_map dtype", "page_stride"],
 )
 def test_the_rest_of_a_malformed_segment_is_named_too(changes):
     with pytest.raises(ConfigError, match="from me"):

@@ -73,6 +73,13 @@ def test_set_kv_writes_its_slots_only():
         assert cache[[0, 2, 4, 5]].eq(0).all()
 
 
+def test_negative_slots_are_padding():
+    k = torch.randn(3, 1, 4)
+    cache, _ = store(k, k, slots=(-1, 2, -1))
+    assert torch.equal(cache[2], k[1])
+    assert cache[[1, 3, 4, 5]].eq(0).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_set_kv_translates(dtype):
     k = torch.randn(2, 1, 4)

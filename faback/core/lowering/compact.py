@@ -24,7 +24,7 @@ class Compact(Lowering):
     removes = frozenset(
         {
             "non_causal", "window", "window_right", "row_window", "chunk", "keep", "positions", "q_len",
-            "tail", "tree", "tail_only", "sharded", "start", "slot_map",
+            "tail", "tree", "tail_only", "sharded", "start", "slot_map", "block_table",
         }
     )  # fmt: skip
     priority = -10

@@ -1,4 +1,4 @@
-"""start offset, slot map, keys of the batch -> dense table: slots written out, row by row."""
+"""start offset, slot map, keys of the batch, block table -> dense table: slots written out, row by row."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from faback.core.workspace import Workspace
 class DenseTable(Lowering):
     """What was a recipe becomes a table [rows, keys].
 
-    Whole pages stay whole under a slot map; an offset need not be a multiple of the page, so its table has pages of 1.
+    Whole pages stay whole under a slot map. An offset need not be a multiple of the page, and pages of a block table
+    may lie apart, so their tables have pages of 1.
     """
 
     key = "dense_table"
-    removes = frozenset({"start", "slot_map", "raw_kv"})
+    removes = frozenset({"start", "slot_map", "raw_kv", "block_table"})
     priority = -5
 
     def becomes(self, request: KernelRequest) -> tuple[KernelRequest, ...]:
         if "sharded" in request.features or "tail_only" in request.features:
             return ()
-        whole = request.features.isdisjoint({"start", "raw_kv"})
+        whole = request.features.isdisjoint({"start", "raw_kv", "block_table"})
         features = request.features - self.removes | {"dense_table"}
         return (attrs.evolve(request, features=features, page_size=request.page_size if whole else 1),)
 
@@ -35,7 +36,7 @@ class DenseTable(Lowering):
         width = max(1, segment.max_kv_len + (tail.size if tail is not None and continues else 0))
         # Without a row, tokens of nobody may still become rows that point into the table.
         table = ws.fill("dense_table", (max(1, segment.rows), width), ws.ops.slot_table, segment=segment)
-        whole = view is not None and view.start is None
+        whole = view is not None and view.start is None and view.page_stride is None
         dense = KVView(
             table,
             ws.uniform_offsets(segment.rows)[:-1],

@@ -37,14 +37,17 @@ def token_at(i, prefix, low, HAS_KEEP: tl.constexpr):
 
 
 @triton.jit
-def slots_at(n, last, prefix, low, table, req_to_token, slot_map, BLOCK_N: tl.constexpr, HAS_KEEP: tl.constexpr):
+def slots_at(
+    n, last, prefix, low, table, skipped, req_to_token, slot_map,
+    BLOCK_N: tl.constexpr, HAS_KEEP: tl.constexpr, PAGE: tl.constexpr, STRIDE: tl.constexpr,
+):  # fmt: skip
     """int32 [BLOCK_N] slots of the keys from index n of the span on."""
     i = n + tl.arange(0, BLOCK_N)
     t = token_at(i, prefix, low, HAS_KEEP)
     if req_to_token is None:
         return table + t  # keys come with the call, one after another
     else:
-        return slots_of(t, i < last, table, slot_map)
+        return slots_of(t, i < last, table, skipped, slot_map, PAGE, STRIDE)
 
 
 @triton.jit
@@ -112,7 +115,7 @@ def attend(
     K_MAIN: tl.constexpr, K_REST: tl.constexpr, V_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
     LINES: tl.constexpr, MERGE: tl.constexpr, HEADS: tl.constexpr, HEADS_FIRST: tl.constexpr, SPREAD: tl.constexpr,
-    FIXED_SPLIT: tl.constexpr, KEY_ROWS: tl.constexpr,
+    FIXED_SPLIT: tl.constexpr, KEY_ROWS: tl.constexpr, PAGE: tl.constexpr, STRIDE: tl.constexpr,
     CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_CHUNK: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, COMMITTED: tl.constexpr, HAS_TAIL: tl.constexpr, PER_QUERY: tl.constexpr,
     SHARE_KV: tl.constexpr, FP32: tl.constexpr, UPCAST: tl.constexpr, FP8: tl.constexpr,
@@ -170,11 +173,11 @@ def attend(
         p = tl.load(positions + token, mask=queries, other=0).to(tl.int32)
     else:
         p = committed + tail - live + index
-    begin_tail = committed
+    begin_tail, skipped = committed, 0
     if req_to_token is not None:
         table = req_to_token + request.to(tl.int64) * table_row
         if start is not None:
-            table += tl.load(start + row, mask=owned, other=0)
+            skipped = tl.load(start + row, mask=owned, other=0).to(tl.int32)
         if KEY_ROWS:
             committed = tl.where(request != 0, committed, 0)
     else:
@@ -223,9 +226,14 @@ def attend(
     factor = LOG2E if HAS_SOFTCAP else scale * key_scale * LOG2E
     columns = tl.arange(0, BLOCK_N)
     # Slots are looked up a tile ahead, by hand: as part of the pipeline they would cost keys and values a stage.
-    slot = slots_at(clear_from, clear_till, prefix, low, table, req_to_token, slot_map, BLOCK_N, HAS_KEEP)
+    slot = slots_at(
+        clear_from, clear_till, prefix, low, table, skipped, req_to_token, slot_map, BLOCK_N, HAS_KEEP, PAGE, STRIDE
+    )
     for n in range(clear_from, clear_till, BLOCK_N):
-        upcoming = slots_at(n + BLOCK_N, clear_till, prefix, low, table, req_to_token, slot_map, BLOCK_N, HAS_KEEP)
+        upcoming = slots_at(
+            n + BLOCK_N, clear_till, prefix, low, table, skipped, req_to_token, slot_map,
+            BLOCK_N, HAS_KEEP, PAGE, STRIDE,
+        )  # fmt: skip
         exists = columns >= 0
         keys, x = score_tile(
             q_main, q_rest, peak, k_base, slot, exists, k_slot, d_main, d_rest, scale * key_scale, softcap,
@@ -257,7 +265,7 @@ def attend(
                 stands = tl.load(tail_positions + begin + c, mask=drafted, other=0).to(tl.int32)
             at = tl.where(drafted, stands, at)
         if SHARED_TAIL and tail_slots is not None:
-            slot = tl.load(table + t, mask=cached, other=0).to(tl.int32)
+            slot = slots_of(t, cached, table, skipped, None, PAGE, STRIDE)
             slot += tl.load(tail_slots + row * tail_row + c, mask=drafted, other=0).to(tl.int32)
             if slot_map is not None:
                 slot = tl.load(slot_map + slot, mask=exists, other=0).to(tl.int32)
@@ -266,7 +274,7 @@ def attend(
         else:
             if SHARED_TAIL:
                 t = tl.where(drafted, begin_tail + c, t)
-            slot = slots_of(t, exists, table, slot_map)
+            slot = slots_of(t, exists, table, skipped, slot_map, PAGE, STRIDE)
         seen = near(p[:, None], at[None, :], left, right, chunk, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)
         if HAS_KEEP:
             seen = seen | (cached & (at < kept))[None, :]

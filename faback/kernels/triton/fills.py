@@ -70,11 +70,13 @@ def tree(
 
 @triton.jit(do_not_specialize=("table_row", "table_width", "width"))
 def table(
-    out, req_to_token, req_pool_indices, start, slot_map, cu_seqlens_k, lens, tail_lens, page_size,
-    table_row, table_width, width, COMMITTED: tl.constexpr, KEY_ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    out, req_to_token, req_pool_indices, start, slot_map, cu_seqlens_k, lens, tail_lens, page_size, divisor,
+    table_row, table_width, width, COMMITTED: tl.constexpr, KEY_ROWS: tl.constexpr,
+    PAGE: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, width]: pages of each row's keys, translated, 0 past the last; slots where page_size is 1.
+    """out [rows, width]: slots of each row's keys, or of every page_size-th one, translated, divided; 0 past the last.
 
+    With STRIDE > 0 the row holds pages of PAGE tokens, STRIDE slots apart.
     Keys that come with the call (req_to_token None) lie one after another from cu_seqlens_k on. Grid: (rows, blocks).
     """
     row = tl.program_id(0)
@@ -93,11 +95,14 @@ def table(
     else:
         if start is not None:
             token += tl.load(start + row).to(tl.int32)
-        token = tl.minimum(tl.maximum(token, 0), table_width - 1)
-        slot = tl.load(req_to_token + request * table_row + token, mask=live, other=0).to(tl.int32)
+        place = token // PAGE if STRIDE > 0 else token
+        place = tl.minimum(tl.maximum(place, 0), table_width - 1)
+        slot = tl.load(req_to_token + request * table_row + place, mask=live, other=0).to(tl.int32)
+        if STRIDE > 0:
+            slot = tl.where(live, slot * STRIDE + token % PAGE, 0)
         if slot_map is not None:
             slot = tl.load(slot_map + slot, mask=live, other=0).to(tl.int32)
-    tl.store(out + row.to(tl.int64) * width + column, tl.where(live, slot // page_size, 0), mask=column < width)
+    tl.store(out + row.to(tl.int64) * width + column, tl.where(live, slot // divisor, 0), mask=column < width)
 
 
 @triton.jit(do_not_specialize=("rows", "pieces", "chunk"))

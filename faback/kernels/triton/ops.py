@@ -18,7 +18,7 @@ from faback.core.workspace import DeviceOps, tree_parts
 from faback.kernels.torch_fills import TorchFills
 from faback.kernels.torch_ops import FP8_DTYPES
 from faback.kernels.triton.launch import Grid, Kernel, Launch
-from faback.kernels.triton.provider import MAX_PLANNED_ROWS, scale_args
+from faback.kernels.triton.provider import MAX_PLANNED_ROWS, page_constants, scale_args
 from faback.kernels.triton.tiles import power_of_two
 
 Tensor = torch.Tensor
@@ -93,7 +93,7 @@ class TritonOps(TorchFills):
         self._launch(tree, (tokens, 1, 1), (*index, *given), (mask.shape[1], bits.shape[1]), counts, **blocks)
 
     def page_table(self, out: Tensor, view: KVView, lens: Tensor) -> None:
-        self._table(out, view, lens, page_size=view.page_size)
+        self._table(out, view, lens, page_size=view.page_size, divisor=view.slots_per_page)
 
     def slot_table(self, out: Tensor, segment: Segment) -> None:
         if segment.rows == 0:
@@ -105,7 +105,7 @@ class TritonOps(TorchFills):
             "cu_seqlens_k": segment.cu_seqlens_q if segment.cu_seqlens_k is None else segment.cu_seqlens_k,
             "KEY_ROWS": view is not None and not view.dense,
         }
-        self._table(out, view, segment.kv_len, page_size=1, COMMITTED=segment.committed, **more)
+        self._table(out, view, segment.kv_len, page_size=1, divisor=1, COMMITTED=segment.committed, **more)
 
     def virtual_batches(self, out: Tensor, segment: Segment) -> None:
         from faback.kernels.triton.fills import virtual_batches
@@ -256,7 +256,9 @@ class TritonOps(TorchFills):
         varying = out, _plain(source), _plain(other), _plain(active)
         self._launch(count, grid, varying, (each,), (n, value, step), BLOCK=BLOCK)
 
-    def _table(self, out: Tensor, view: KVView | None, lens: Tensor, *, page_size: int, **more: Any) -> None:
+    def _table(
+        self, out: Tensor, view: KVView | None, lens: Tensor, *, page_size: int, divisor: int, **more: Any
+    ) -> None:
         """out [rows, width], see `fills.table`."""
         from faback.kernels.triton.fills import table
 
@@ -270,8 +272,8 @@ class TritonOps(TorchFills):
             source = view.req_to_token, _plain(view.req_pool_indices), _plain(view.start), view.slot_map
             counts = view.req_to_token.stride(0), view.req_to_token.shape[1], width
         varying = out, *source, offsets, _plain(lens), tail_lens
-        constants = {"COMMITTED": True, "KEY_ROWS": False, "BLOCK": BLOCK} | more
-        self._launch(table, (rows, -(-width // BLOCK), 1), varying, (page_size,), counts, **constants)
+        constants = {"COMMITTED": True, "KEY_ROWS": False, "BLOCK": BLOCK} | page_constants(view) | more
+        self._launch(table, (rows, -(-width // BLOCK), 1), varying, (page_size, divisor), counts, **constants)
 
 
 def _store(dim: int, value_dim: int, dtype: torch.dtype) -> tuple[Launch, int]:

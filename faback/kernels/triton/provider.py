@@ -12,7 +12,7 @@ import torch
 from faback.core.hooks import hookimpl
 from faback.core.kernel import Capabilities, KernelProvider, KernelRequest, Rejection
 from faback.core.layer import LayerKind
-from faback.core.segment import FEATURES, Segment
+from faback.core.segment import FEATURES, KVView, Segment
 from faback.core.workspace import Workspace
 from faback.kernels.triton.launch import Kernel, Launch
 from faback.kernels.triton.tiles import Shape, Tile, pick, power_of_two
@@ -230,6 +230,7 @@ def _traits(segment: Segment, fixed: int, lines: int) -> dict[str, Any]:
         "FIXED_SPLIT": fixed,
         "LINES": lines,
         "KEY_ROWS": view is not None and not view.dense,
+        **page_constants(view),
         "CAUSAL": rule.causal,
         "HAS_LEFT": rule.window[0] is not None or rule.row_window is not None,
         "HAS_RIGHT": rule.window[1] is not None,
@@ -267,6 +268,13 @@ def _constants(layer: LayerKind, request: KernelRequest, tile: Tile, traits: dic
         "UPCAST": interpreting(),
         "FP8": request.kv_dtype in FP8 and request.q_dtype != torch.float32,
     }
+
+
+def page_constants(view: KVView | None) -> dict[str, int]:
+    """How `rules.slots_of` reads a table: pages of a block table, or slots."""
+    if view is None or view.page_stride is None:
+        return {"PAGE": 1, "STRIDE": 0}
+    return {"PAGE": view.page_size, "STRIDE": view.page_stride}
 
 
 Scales = tuple[tuple[Tensor | None, Tensor | None], tuple[int, int], tuple[float, float]]

@@ -7,9 +7,17 @@ import triton.language as tl
 
 
 @triton.jit
-def slots_of(t, exists, table, slot_map):
-    """int32 slots of a row's tokens, translated; `table` points at the row's first token."""
-    slot = tl.load(table + t, mask=exists, other=0).to(tl.int32)
+def slots_of(t, exists, table, skipped, slot_map, PAGE: tl.constexpr, STRIDE: tl.constexpr):
+    """int32 slots of a row's tokens from `skipped` on, translated, 0 where none exists.
+
+    `table` points at the row's slots; at its pages of PAGE tokens, STRIDE slots apart, if STRIDE > 0.
+    """
+    t += skipped
+    if STRIDE > 0:
+        page = tl.load(table + t // PAGE, mask=exists, other=0).to(tl.int32)
+        slot = tl.where(exists, page * STRIDE + t % PAGE, 0)
+    else:
+        slot = tl.load(table + t, mask=exists, other=0).to(tl.int32)
     if slot_map is not None:
         slot = tl.load(slot_map + slot, mask=exists, other=0).to(tl.int32)
     return slot

@@ -137,8 +137,11 @@ def slot_of(segment, b, t):
     if view is None:
         offsets = segment.cu_seqlens_q if segment.cu_seqlens_k is None else segment.cu_seqlens_k
         return int(offsets[b]) + t
-    start = 0 if view.start is None else int(view.start[b])
-    slot = int(view.req_to_token[int(view.req_pool_indices[b]), start + t])
+    i, row = t + (0 if view.start is None else int(view.start[b])), int(view.req_pool_indices[b])
+    if view.page_stride is None:
+        slot = int(view.req_to_token[row, i])
+    else:
+        slot = int(view.req_to_token[row, i // view.page_size]) * view.page_stride + i % view.page_size
     return slot if view.slot_map is None else int(view.slot_map[slot])
 
 
@@ -348,13 +351,17 @@ class Draw:
             self.rng.shuffle(order)
             pages = torch.tensor([0, *order])
             slot_map = self.index((pages[:, None] * self.page + torch.arange(self.page)).flatten().tolist())
+        table, blocks = store["table"], self.wants("block_table", 0.2)
+        if blocks:
+            table = table[:, :: self.page] // self.page
         return KVView(
-            store["table"],
+            table,
             self.index(rows_of),
             self.page,
             start=None if starts is None else self.index(starts),
             slot_map=slot_map,
             shard=(self.rng.randint(0, 2), 3) if sharded else None,
+            page_stride=self.page if blocks else None,
         )
 
     def filled(self, segment, store, live):

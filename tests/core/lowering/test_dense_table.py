@@ -1,13 +1,15 @@
-"""start offset, slot map, keys of the batch -> tables."""
+"""start offset, slot map, keys of the batch, block table -> tables."""
 
 import attrs
 import pytest
+import torch
 
 from faback.core.lowering.dense_table import DenseTable
+from faback.core.segment import KVView
 
 from .problems import CONTEXT, PAGES, TAILS, Draw, check_equal, slot_of, workspace
 
-KINDS = ("start", "slot_map", "raw_kv")
+KINDS = ("start", "slot_map", "raw_kv", "block_table")
 UNSUITED = {"sharded", "tail_only"}
 NEVER = UNSUITED | {"huge"}
 
@@ -23,7 +25,7 @@ def test_dense_table_is_the_whole(page, feature):
 @pytest.mark.parametrize("tail", TAILS)
 def test_dense_table_with_a_tail_is_the_whole(tail):
     for seed in range(16):
-        has = {"tail", "behind", KINDS[seed % 2]}
+        has = {"tail", "behind", ("start", "slot_map", "block_table")[seed % 3]}
         problem = Draw(seed, PAGES[seed % 4], has=has, never=NEVER | {"raw_kv"}, tails=(tail,)).problem()
         check_equal(problem, problem.lowered(DenseTable()))
 
@@ -43,7 +45,7 @@ def test_table_entries_that_no_token_owns_are_not_translated(tail):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_pages_stay_whole_under_a_slot_map(page):
-    never = NEVER | {"start", "raw_kv", "tail"}
+    never = NEVER | {"start", "raw_kv", "tail", "block_table"}
     problem = Draw(4, page, has={"slot_map", "rows"}, never=never).problem()
     (part,) = DenseTable().lower(problem.segment, workspace(), CONTEXT)
     assert part.kv.page_size == page
@@ -69,3 +71,21 @@ def test_without_a_row_there_is_still_one_to_point_at():
     )
     (lowered,) = DenseTable().lower(nobody, workspace(), CONTEXT)
     assert lowered.kv.req_to_token.shape[0] == 1 and not lowered.kv.req_to_token.any()
+
+
+def test_pages_of_a_block_table_may_lie_apart():
+    segment = Draw(1, 4, has={"rows"}, never=NEVER | {"raw_kv", "tail", "start"}).problem().segment
+    blocks = KVView(torch.tensor([[9, 9, 9], [2, 5, 9]]), torch.tensor([1, 0]), 4, page_stride=10)
+    two = attrs.evolve(
+        segment,
+        rows=2,
+        cu_seqlens_q=segment.cu_seqlens_q[[0, 0, 0]],
+        kv_len=torch.tensor([6, 3]),
+        max_kv_len=7,
+        kv=blocks,
+    )
+    (lowered,) = DenseTable().lower(two, workspace(), CONTEXT)
+    assert lowered.kv.req_to_token.tolist() == [[20, 21, 22, 23, 50, 51, 0], [0] * 7]
+    assert lowered.kv.page_size == 1 and lowered.kv.page_stride is None
+    pages = workspace().page_table("pages", blocks, lowered.kv_len, 8)
+    assert pages.tolist() == [[2, 5], [0, 0]]

@@ -27,7 +27,7 @@ NOWHERE = 1 << 30
 """An entry of tables and maps that belongs to nobody."""
 CALL_FEATURES = ("softcap", "sinks", "scales", "head_scales", "strided")
 RULES = ("non_causal", "window", "window_right", "row_window", "chunk", "keep")
-VIEWS = ("start", "slot_map", "shard", "dense", "raw")
+VIEWS = ("start", "slot_map", "shard", "dense", "raw", "blocks", "blocks_apart")
 TAILS = ("tail", "tail_slots", "tree", "branches", "tail_positions")
 ROWS = ("q_len", "positions", "padded_rows", "padded_tokens", "int64")
 
@@ -107,6 +107,7 @@ class _Maker:
         self.tokens = sum(self.queries) + (3 if "padded_tokens" in has else 0)
         self.index_dtype = torch.int64 if "int64" in has else torch.int32
         self._free: Tensor = torch.zeros(0)
+        self.page_stride = page + (5 if "blocks_apart" in has else 0)
 
     def noise(self, *shape: int) -> Tensor:
         """float32, normal."""
@@ -150,6 +151,7 @@ class _Maker:
                 start=self.index(starts) if "start" in has else None,
                 dense="dense" in has,
                 shard=self.pick.choice([(0, 2), (1, 2), (2, 3)]) if "shard" in has else None,
+                page_stride=self.page_stride if {"blocks", "blocks_apart"} & has else None,
             )
         if tailed and view is not None:
             tail, more = self._tail()
@@ -186,19 +188,22 @@ class _Maker:
         tails = sum(self.queries) * max([1, *self.queries]) if set(TAILS) & self.has else 0
         pages = 3 + sum(-(-n // self.page) for n in lens) + tails
         self._free = torch.randperm(pages, generator=self._order) + 1
-        return (pages + 1) * self.page
+        return pages * self.page_stride + self.page
 
     def _taken(self, count: int) -> Tensor:
         """int64 [count] slots, page by page."""
         pages = -(-count // self.page)
         mine, self._free = self._free[:pages], self._free[pages:]
-        return (mine[:, None] * self.page + torch.arange(self.page)).flatten()[:count]
+        return (mine[:, None] * self.page_stride + torch.arange(self.page)).flatten()[:count]
 
     def _table(self, lens: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
         used = [self._taken(n) for n in lens]
         table = torch.full((len(lens), max([0, *lens]) + 3), NOWHERE)
         for row, slots in enumerate(used):
             table[row, : len(slots)] = slots
+        if {"blocks", "blocks_apart"} & self.has:
+            pages = table[:, :: self.page]
+            table = torch.where(pages == NOWHERE, NOWHERE, pages // self.page_stride)
         return table, used
 
     def _rule(self, window: int | None, chunk: int | None) -> Visibility:

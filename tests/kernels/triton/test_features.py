@@ -42,6 +42,10 @@ def test_each_feature(feature):
         {"shard", "window", "sinks"},
         {"dense", "slot_map", "chunk", "positions"},
         {"raw", "window", "keep", "q_len", "strided"},
+        {"blocks", "dense", "window", "start", "sinks"},
+        {"blocks_apart", "keep", "window", "padded_rows"},
+        {"blocks_apart", "tree", "tail_slots", "start"},
+        {"blocks_apart", "tail", "chunk", "slot_map"},
     ],
     ids=together,
 )

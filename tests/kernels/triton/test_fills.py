@@ -67,7 +67,7 @@ def test_all_steps_of_a_draft(lens, dtype, steps, each, from_zero):
 
 
 @st.composite
-def segments(draw, *, mapped=EITHER, started=EITHER, **rule):
+def segments(draw, *, mapped=EITHER, started=EITHER, blocks=EITHER, **rule):
     """Segments over whole pages in random order, everything unused being an id far outside."""
     page, dtype = draw(st.sampled_from(PAGE_SIZES)), draw(INDEX)
     keys = draw(LENGTHS)
@@ -84,12 +84,17 @@ def segments(draw, *, mapped=EITHER, started=EITHER, **rule):
     ids = list(range(len(pages) + 400))
     pick.shuffle(ids)
     slot_map = torch.tensor([slot for p in ids for slot in _page(p, page)], dtype=dtype) if draw(mapped) else None
+    page_stride = None
+    if draw(blocks):
+        table = torch.where(table == 1 << 30, table, table // page)[:, ::page].contiguous()
+        page_stride = page + (pick.choice([0, 5]) if slot_map is None else 0)
     view = KVView(
         table,
         torch.arange(1, len(keys) + 1, dtype=dtype),
         page,
         start=None if starts is None else torch.tensor(starts, dtype=dtype),
         slot_map=slot_map,
+        page_stride=page_stride,
     )
     return Segment(
         rows=len(keys),
@@ -110,7 +115,11 @@ def _page(number, size):
 def slot(view, row, token, translate=True):
     """Where a token of a kernel row lies."""
     at = token if view.start is None else token + int(view.start[row])
-    found = int(view.req_to_token[view.req_pool_indices[row], at])
+    if view.page_stride is None:
+        found = int(view.req_to_token[view.req_pool_indices[row], at])
+    else:
+        page = int(view.req_to_token[view.req_pool_indices[row], at // view.page_size])
+        found = page * view.page_stride + at % view.page_size
     return int(view.slot_map[found]) if translate and view.slot_map is not None else found
 
 
@@ -121,7 +130,7 @@ def test_page_table(segment):
     width = max(1, -(-segment.max_kv_len // page)) + 1
     table = filled("page_table", (segment.rows, width), view=view, lens=segment.kv_len)
     for row, length in enumerate(segment.kv_len.tolist()):
-        wanted = [slot(view, row, token) // page for token in range(0, length, page)]
+        wanted = [slot(view, row, token) // view.slots_per_page for token in range(0, length, page)]
         assert table[row] == wanted + [0] * (width - len(wanted))
 
 

@@ -57,7 +57,7 @@ def test_plain_writes_are_copies(tokens, dims, dtype):
 @pytest.mark.parametrize("map_index", [torch.int32, torch.int64])
 def test_slots_are_translated_and_padding_is_skipped(index, map_index):
     slots = some_slots(9, index)
-    slots[[2, 5, 8]] = 0
+    slots[[2, 5, 8]] = torch.tensor([0, -1, -(2**30)], dtype=index)
     slot_map = torch.zeros(SLOTS, dtype=map_index)
     slot_map[1:] = torch.randperm(SLOTS - 1).to(map_index) + 1
     slot_map[slots[3].long()] = 0  # a token that the pool does not keep
