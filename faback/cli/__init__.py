@@ -27,7 +27,7 @@ def build_app() -> "typer.Typer":
     """The application with all its commands."""
     import typer
 
-    from faback.cli import bench, check, doctor, explain, modes, new_plugin, tune
+    from faback.cli import bench, check, doctor, explain, modes, new_plugin, show, tune
     from faback.cli.output import Commands
 
     app = typer.Typer(
@@ -41,6 +41,7 @@ def build_app() -> "typer.Typer":
         ("doctor", doctor),
         ("modes", modes),
         ("explain", explain),
+        ("show", show),
         ("check", check),
         ("bench", bench),
         ("tune", tune),

@@ -113,7 +113,7 @@ class Panel:
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        lines = [self.title]
+        lines = [self.title] if self.blocks else [self.title, "no queries"]
         for block in self.blocks:
             lines += [f"{block.title}:", *block.lines(self.marks)]
         lines += [f"{mark.glyph} {mark.name}" for mark in self.marks] + [". not seen"]
@@ -206,12 +206,12 @@ def _panel(backend: AttentionBackend, batch: ForwardBatch, alike: Sequence[Atten
         marks.append(Mark(TWICE, "!", warns=True))
     notes = (f"{strays} keys of other requests, or of none, are seen besides",) if strays else ()
     varied = [name(after.by) for before, after in pairwise(answer.stages) if after.segment is not before.segment]
-    overlays = ", ".join(varied)
+    overlays = ",\n".join(varied)
     cross = alike[0].cross
     return Panel(
         title=describe(alike) + (f"\n{overlays}" if overlays else ""),
         marks=tuple(marks),
-        blocks=tuple(_blocks(answer.segment, cells, _asked_at(answer.segment, batch, cross))),
+        blocks=tuple(_blocks(answer.segment, cells, _asked_at(answer.segment, batch, cross), batch)),
         axis="encoder token" if cross else "key position",
         notes=notes,
     )
@@ -275,32 +275,40 @@ def _slots(segment: Segment) -> tuple[Tensor, Tensor]:
     return torch.where(exists, translated(view, torch.where(exists, slots, 0)), -1), exists
 
 
-def _blocks(segment: Segment, cells: Tensor, positions: Sequence[str]) -> Iterator[Block]:
+def _blocks(segment: Segment, cells: Tensor, positions: Sequence[str], batch: ForwardBatch) -> Iterator[Block]:
     """One block per row that has queries; request row 0 belongs to padding."""
-    offsets = segment.cu_seqlens_q.tolist()
-    live = per_query(segment)[2].tolist()
+    offsets, live = segment.cu_seqlens_q.tolist(), per_query(segment)[2].tolist()
     committed, view, tail = key_lens(segment).tolist(), segment.kv, segment.tail
     width = segment.max_kv_len
     stands = key_positions(segment, width).tolist()
     drafted = [0] * segment.rows if tail is None else tail.lens.tolist()
     owner = [1] * segment.rows if view is None or view.dense else view.req_pool_indices.tolist()
+    is_tree, branches = tail is not None and tail.mask is not None, tail is not None and tail.per_query
+    kind = " node {}" if is_tree else " branch {}" if branches else ""
     for row in range(segment.rows):
         start, end = offsets[row : row + 2]
         if start == end:
             continue
-        columns = [*range(committed[row]), *range(width, width + drafted[row])]
-        labels = [str(stands[column]) for column in columns[: committed[row]]]
-        is_tree = tail is not None and tail.mask is not None
-        labels += [("" if is_tree else str(committed[row] + number)) for number in range(drafted[row])]
-        names = [f"{positions[token]}{f' node {token - start}' if is_tree else ''}" for token in range(start, end)]
+        count = committed[row]
+        labels = [str(position) for position in stands[:count]]
+        labels += ["" if is_tree else str(count + number) for number in range(drafted[row])]
+        names = [positions[token] + kind.format(token - start) for token in range(start, end)]
         yield Block(
             title="padding" if owner[row] == 0 else f"request {row}",
             queries=tuple(name if live[start + at] else "padding" for at, name in enumerate(names)),
             keys=tuple(labels),
-            cells=cells[start:end, columns],
-            borders=tuple(_borders(segment, row, committed[row])),
-            tail=committed[row] if drafted[row] else None,
+            cells=cells[start:end, [*range(count), *range(width, width + drafted[row])]],
+            borders=tuple(_borders(segment, row, count)),
+            tail=count if drafted[row] else _drafts(segment, batch, row, count),
         )
+
+
+def _drafts(segment: Segment, batch: ForwardBatch, row: int, count: int) -> int | None:
+    """Where the drafted tokens begin that continue the row's keys, None where there are none."""
+    if segment.kv is None or segment.kv.shard is not None or segment.rows != batch.bs or not segment.visibility.causal:
+        return None
+    text = int(batch.seq_lens[row])
+    return text if text < count else None
 
 
 def _borders(segment: Segment, row: int, count: int) -> list[int]:
