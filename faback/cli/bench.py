@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Iterator, Sequence
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,6 +14,7 @@ import torch
 import typer
 
 import faback
+from faback.bench.warm import warm
 from faback.cli.output import main_console, side_console, table
 from faback.core.errors import ConfigError
 
@@ -24,6 +26,9 @@ def command(
     kernel: Annotated[list[str] | None, typer.Option(help="A kernel; may be given several times.")] = None,
     only: Annotated[str, typer.Option(help="Cases whose name contains this.")] = "",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the report to this file.")] = None,
+    processes: Annotated[
+        int, typer.Option("--warm", min=0, help="Compile in so many processes before anything is timed.")
+    ] = 0,
     commit: Annotated[str | None, typer.Option(help="The commit that is measured, where git is not at hand.")] = None,
 ) -> None:
     """Measure. Exits with 1 if anything failed or was wrong."""
@@ -31,6 +36,10 @@ def command(
         raise ConfigError("--suite", wanted=f"one of {', '.join(SUITES)}", got=suite)
     if not torch.cuda.is_available():
         raise ConfigError("faback bench", wanted="a CUDA GPU", got="none", hint="Kernels are timed where they run.")
+    if processes:
+        names = [name for name in _names(suite) if only in name]
+        say = side_console().print
+        warm(partial(_discard, suite, kernel or []), names, processes, lambda name: say(f"compiled {name}"))
     rows = []
     for row in _rows(suite, kernel or [], only):
         side_console().print(" ".join(f"{name}={value}" for name, value in row.items()), highlight=False)
@@ -53,6 +62,21 @@ def _rows(suite: str, kernels: Sequence[str], only: str) -> Iterator[dict[str, A
     if suite == "providers":
         return providers.run(kernels, only)
     return {"kernels": attention.run, "step": steps.run}[suite](kernels or ["triton"], only)
+
+
+def _names(suite: str) -> list[str]:
+    """What a suite measures, the largest last in its lists and so first here."""
+    from faback.bench.builds import BUILDS
+    from faback.bench.cases import CASES, MORE, STEPS
+
+    cases = {"kernels": CASES, "providers": (*CASES, *MORE), "step": (*BUILDS, *STEPS)}
+    return [case.name for case in reversed(cases[suite])]
+
+
+def _discard(suite: str, kernels: Sequence[str], name: str) -> None:
+    """Measures what has a name and throws the figures away, which other processes have spoilt."""
+    for _ in _rows(suite, kernels, name):
+        pass
 
 
 def environment(commit: str | None = None) -> dict[str, Any]:

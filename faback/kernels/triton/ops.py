@@ -188,11 +188,10 @@ class TritonOps(TorchFills):
         if tokens == 0:
             return
         k = k if k.stride(-1) == 1 else k.contiguous()
-        if v is None:
-            value_dim, value_strides = 0, (0, 0)
-        else:
+        value_dim, value_strides = 0, (0, 0)
+        if v is not None:
             v = v if v.stride(-1) == 1 else v.contiguous()
-            value_dim, value_strides = v.shape[2], v.stride()[:2]
+            value_dim, value_strides = v.shape[2], (v.stride(0), v.stride(1))
         key = dim, value_dim, k_cache.dtype
         found = self._stores.get(key)
         if found is None:

@@ -8,7 +8,7 @@ from test_modes import converse
 from faback.core.graphs import tensors_of
 from faback.testing.late import blank
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 SETTINGS = {"block_size": 16, "top_k": 2, "local_blocks": 2}
 
 

@@ -1,0 +1,157 @@
+"""Runs what needs a GPU in many processes at once: compiling is what takes time, and each compiles on one core.
+
+    python tools/gpu_suite.py tests                   the tests marked gpu, of faback and of its plugins
+    python tools/gpu_suite.py tests -k graphs
+    python tools/gpu_suite.py check --kernel triton   `faback check` on the GPU, mode by mode and overlay by overlay
+    python tools/gpu_suite.py check --page-size 16 --limit 240
+
+Prints every failure whole, and what was run, passed, skipped and cut off. Exits with 1 if anything failed or, within
+the limit, did not end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import attrs
+
+from faback.testing.options import MODES, OVERLAYS, Options, impossible
+
+ROOT = Path(__file__).parents[1]
+COUNTS = re.compile(r"(\d+) (passed|failed|error|errors|skipped|xfailed)\b")
+
+
+@attrs.frozen
+class Job:
+    """One process: a name, a command and where it runs."""
+
+    name: str
+    command: tuple[str, ...]
+    where: Path = ROOT
+
+
+@attrs.frozen
+class Outcome:
+    """How a job ended: its exit status, None if it was cut off, and what it printed."""
+
+    job: Job
+    status: int | None
+    output: str
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["tests", "check"])
+    parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2) - 1))
+    parser.add_argument("--limit", type=float, default=540, help="seconds after which what still runs is cut off")
+    parser.add_argument("-k", default="", help="tests: as for pytest")
+    parser.add_argument("--kernel", action="append", help="check: as for `faback check`")
+    parser.add_argument("--page-size", action="append", help="check: as for `faback check`")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        jobs = tests(args, Path(scratch)) if args.what == "tests" else checks(args)
+        outcomes = run(jobs, args.processes, args.limit)
+    return report(outcomes, args.what)
+
+
+def tests(args: argparse.Namespace, scratch: Path) -> list[Job]:
+    """Shares of the tests; a root's own settings hold for its tests, so no process has those of two."""
+    chosen = ["-m", "gpu", *(["-k", args.k] if args.k else [])]
+    jobs = []
+    projects = [ROOT, *sorted(path.parent for path in ROOT.glob("plugins/*/tests"))]
+    for root in (path for path in projects if '"gpu:' in (path / "pyproject.toml").read_text()):
+        listing = subprocess.run(
+            [*pytest(), "--collect-only", *chosen, "tests"], cwd=root, capture_output=True, text=True, check=False
+        )
+        if listing.returncode not in (0, 5):  # 5: none collected
+            raise SystemExit(f"{root.name} cannot be collected:\n{listing.stdout}{listing.stderr}")
+        ids = [line for line in listing.stdout.splitlines() if "::" in line]
+        shares = [share for n in range(args.processes) if (share := ids[n :: args.processes])]
+        for number, share in enumerate(shares):
+            listed = scratch / f"{root.name}-{number}"
+            listed.write_text("\n".join(share) + "\n")
+            jobs.append(Job(f"{root.name} {number}", (*pytest(), f"@{listed}"), root))
+    return jobs
+
+
+def pytest() -> tuple[str, ...]:
+    return sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"
+
+
+def checks(args: argparse.Namespace) -> list[Job]:
+    """A process for each mode and overlay that go together."""
+    pairs = [(mode, overlay) for mode in MODES for overlay in OVERLAYS]
+    more = [word for kernel in args.kernel or ["triton"] for word in ("--kernel", kernel)]
+    more += [word for size in args.page_size or ["16"] for word in ("--page-size", size)]
+    base = (sys.executable, "-m", "faback", "check", "--device", "cuda", *more)
+    return [
+        Job(f"{mode} {overlay}", (*base, "--mode", mode, "--overlay", overlay))
+        for mode, overlay in pairs
+        if impossible(Options(mode=mode, overlay=overlay)) is None
+    ]
+
+
+def run(jobs: Sequence[Job], processes: int, limit: float) -> list[Outcome]:
+    """All jobs, some at once, until the limit."""
+    end = time.monotonic() + limit
+
+    def one(job: Job) -> Outcome:
+        try:
+            left = max(0.0, end - time.monotonic())
+            result = subprocess.run(
+                job.command,
+                cwd=job.where,
+                env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths()},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=left,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            output = error.stdout or b""
+            return Outcome(job, None, output.decode() if isinstance(output, bytes) else output)
+        return Outcome(job, result.returncode, result.stdout)
+
+    with ThreadPoolExecutor(processes) as pool:
+        return list(pool.map(one, jobs))
+
+
+def paths() -> str:
+    """Where Python looks: this checkout, and its plugins where they are not installed."""
+    sources = [str(path) for path in sorted(ROOT.glob("plugins/*/src"))]
+    return os.pathsep.join([str(ROOT), *sources, *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+def report(outcomes: Sequence[Outcome], what: str) -> int:
+    """Prints what happened; 1 unless all is well."""
+    counts: Counter[str] = Counter()
+    for outcome in outcomes:
+        lines = outcome.output.strip().splitlines() or ["no output"]
+        for number, word in COUNTS.findall(lines[-1]):
+            counts[word] += int(number)
+        if outcome.status is None:
+            print(f"== {outcome.job.name}: cut off\n{lines[-1]}")
+        elif outcome.status not in (0, 5):
+            print(f"== {outcome.job.name}: exit status {outcome.status}\n{outcome.output}")
+        elif what == "check":
+            print(f"{outcome.job.name}: {lines[-1]}")
+    cut = sum(outcome.status is None for outcome in outcomes)
+    bad = sum(outcome.status not in (0, 5, None) for outcome in outcomes)
+    told = ", ".join(f"{number} {word}" for word, number in sorted(counts.items()))
+    print(f"{len(outcomes)} processes: {bad} failed, {cut} cut off. {told}")
+    return int(bool(bad or cut))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
