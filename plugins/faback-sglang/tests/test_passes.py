@@ -12,9 +12,9 @@ MIXED_LAYERS = [{}, {"sliding_window_size": 5}, {"logit_cap": 3.0}, {"sinks": Tr
 
 def extend(world, backend, texts, news, mode=None, **more):
     """Grows texts by so many tokens each and runs them."""
-    slots = [slot for text, new in zip(texts, news) for slot in world.grow(text, new)]
+    slots = [slot for text, new in zip(texts, news, strict=True) for slot in world.grow(text, new)]
     lens = [len(text.tokens) for text in texts]
-    prefix = [total - new for total, new in zip(lens, news)]
+    prefix = [total - new for total, new in zip(lens, news, strict=True)]
     encoder = [slot for text in texts for slot in text.slots[: len(text.encoder)] if text.encoder and not prefix[0]]
     if encoder:
         more["encoder_out_cache_loc"] = index(encoder)
@@ -24,7 +24,7 @@ def extend(world, backend, texts, news, mode=None, **more):
         extend_start_loc=index([0, *news]).cumsum(0)[:-1], **more,
     )  # fmt: skip
     backend.init_forward_metadata(fb)
-    world.attend(backend, fb, [query for text, new in zip(texts, news) for query in causal(text, new)])
+    world.attend(backend, fb, [query for text, new in zip(texts, news, strict=True) for query in causal(text, new)])
 
 
 def decode(world, backend, texts):

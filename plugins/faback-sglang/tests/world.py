@@ -196,7 +196,7 @@ class World:
         latent = self.mla is not None
         k = self.randn(len(new) + padding, 1 if latent else KV_HEADS, attn.qk_head_dim)
         v = k[..., : attn.v_head_dim] if latent else self.randn(len(new) + padding, KV_HEADS, attn.v_head_dim)
-        for token, key, value in zip(new, k, v):
+        for token, key, value in zip(new, k, v, strict=False):  # k and v may be padded
             token.kv[attn.layer_id] = self.stored(key, attn.k_scale), self.stored(value, attn.v_scale)
         return k.clone(), v.clone()
 
