@@ -61,7 +61,10 @@ class Model(torch.nn.Module):
 
 
 class Plain:
-    """Attention over all tokens of one text, as it is defined."""
+    """Attention over all tokens of one text, as it is defined, rounded to a dtype."""
+
+    def __init__(self, dtype):
+        self.dtype = dtype
 
     def forward(self, q, k, v, layer, *, out=None, sinks=None, save_kv_cache=True, return_lse=False):
         q, k, v = (x.unflatten(-1, (-1, DIM)).double() for x in (q, k, v))
@@ -81,9 +84,6 @@ class Plain:
             out.copy_(found)
         found = found.to(self.dtype)
         return (found, lse.T.float()) if return_lse else found
-
-    def __init__(self, dtype):
-        self.dtype = dtype
 
     def write_kv(self, k, v, layer):
         return
@@ -136,8 +136,8 @@ def texts(seed=0):
 
 
 def expected(model, dtype):
-    """Logits of both texts, by plain attention."""
-    plain = Model(Plain(dtype)).to(model.embed.weight)
+    """Logits of both texts by plain attention, the rest of the model in this dtype."""
+    plain = Model(Plain(dtype)).to(model.embed.weight.device, dtype)
     plain.load_state_dict(model.state_dict())
     with torch.no_grad():
         return [plain(text.to(model.embed.weight.device)) for text in texts()]
