@@ -11,18 +11,17 @@ import torch
 
 sg = pytest.importorskip("sglang_here", exc_type=ImportError, reason="SGLang's modules are not importable here")
 
-from faback_sglang.multi_step import FabackMultiStepBackend  # noqa: E402
+from rounds import DRAFTS, STEPS, drafting, verification, verify_input  # noqa: E402
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import build_replay_fb_view  # noqa: E402
-from test_passes import extend  # noqa: E402
-from test_speculation import DRAFTS, STEPS, drafting, topk, verification, verify_input  # noqa: E402, F401
-from world import Query, World, batch, causal, index  # noqa: E402
+from world import Query, World, batch, causal, extend, index  # noqa: E402
 
-from faback import BatchError, BackendConfig, CapacityError, hookimpl  # noqa: E402
+from faback import BackendConfig, BatchError, CapacityError, hookimpl  # noqa: E402
 from faback.builtins import BUILTINS  # noqa: E402
 from faback.core.registry import Registry  # noqa: E402
 from faback.kernels.reference import Reference  # noqa: E402
 from faback.testing.host_reads import HostReads  # noqa: E402
 from faback.testing.late import Late  # noqa: E402
+from faback_sglang.multi_step import FabackMultiStepBackend  # noqa: E402
 
 LAYERS = [{}, {"sliding_window_size": 4}, {"sinks": True}]
 MOST = 4
@@ -105,12 +104,6 @@ class Runner:
         return self.captured[size]
 
 
-@pytest.fixture
-def served():
-    with sg.get_context().override_server_args():
-        yield
-
-
 @pytest.mark.usefixtures("served")
 @pytest.mark.parametrize("hybrid", [False, True])
 @pytest.mark.parametrize("page_size", [1, 4])
@@ -128,7 +121,7 @@ def test_decode(page_size, hybrid):
         world.attend(backend, captured, queries, padding=captured.batch_size - len(chosen))
 
 
-def test_verification(topk):  # noqa: F811
+def test_verification(topk):
     """Trees come in the tensor that SGLang's kernel writes, or in one of their own, which is copied."""
     world = World(LAYERS, 4)
     backend = world.backend(registry=registry())
@@ -151,7 +144,7 @@ def test_verification(topk):  # noqa: F811
         world.attend(backend, captured, queries, padding=captured.batch_size * DRAFTS - len(queries))
 
 
-def test_drafting(topk):  # noqa: F811
+def test_drafting(topk):
     """All steps of a round in one graph. The runner's view has the live slots where the batch is not padded."""
     world = World(LAYERS, 4, draft=True)
     backend = world.backend(registry=registry())
@@ -171,7 +164,7 @@ def test_drafting(topk):  # noqa: F811
             world.attend(drafts.attn_backends[step], captured, queries, padding=size * topk - len(queries))
 
 
-def test_draft_extend(topk):  # noqa: F811
+def test_draft_extend(topk):
     """The runner's view has whole buffers, the slots of the unpadded batch, and lengths in the input of speculation."""
     world = World(LAYERS, 4, draft=True)
     backend = world.backend(registry=registry())
@@ -235,7 +228,7 @@ def test_whole_prefills_are_not_captured():
         backend.init_forward_metadata_out_graph(fb, in_capture=True)
 
 
-def test_what_was_not_reserved(topk):  # noqa: F811
+def test_what_was_not_reserved(topk):
     """Memory does not grow behind graphs that point into it."""
     world = World([{}], draft=True)
     backend = world.backend(registry=registry())

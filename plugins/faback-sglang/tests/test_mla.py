@@ -5,10 +5,10 @@ import torch
 
 sg = pytest.importorskip("sglang_here", exc_type=ImportError, reason="SGLang's modules are not importable here")
 
+from rounds import STEPS, drafting, steps, verification  # noqa: E402
+from world import HEADS, World, batch, causal, decode, extend, index  # noqa: E402
+
 from faback_sglang.multi_step import FabackMultiStepBackend  # noqa: E402
-from test_passes import decode, extend  # noqa: E402
-from test_speculation import STEPS, drafting, steps, topk, verification  # noqa: E402, F401
-from world import HEADS, World, batch, causal, index  # noqa: E402
 
 LATENT, ROPE = 16, 8
 ABSORBED = {"num_kv_heads": 1, "head_dim": LATENT + ROPE, "v_head_dim": LATENT, "scaling": 0.2}
@@ -16,9 +16,8 @@ WIDE, NARROW = 12, 10
 
 
 @pytest.fixture
-def world():
-    with sg.get_context().override_server_args():
-        yield World([ABSORBED, ABSORBED], 4, mla=(LATENT, ROPE))
+def world(served):
+    return World([ABSORBED, ABSORBED], 4, mla=(LATENT, ROPE))
 
 
 def test_a_life(world):
@@ -29,7 +28,7 @@ def test_a_life(world):
     decode(world, backend, [a, b])
 
 
-def test_rounds_of_speculation(topk):  # noqa: F811
+def test_rounds_of_speculation(topk):
     world = World([ABSORBED], 4, mla=(LATENT, ROPE))
     backend, texts = world.backend(), [world.text(), world.text()]
     extend(world, backend, texts, [6, 3])
@@ -108,7 +107,7 @@ def called(backend, attn, fb, q, k, v):
         return attn(q.flatten(1), k, v, fb, save_kv_cache=False)
 
 
-@pytest.mark.usefixtures("world")
+@pytest.mark.usefixtures("served")
 def test_one_shot_prefill():
     world, backend, attn, fb, texts = expanding(PARTS)
     queries = [query for text, (_, new) in zip(texts, PARTS, strict=True) for query in causal(text, new)]
@@ -119,7 +118,7 @@ def test_one_shot_prefill():
     torch.testing.assert_close(out, plain(q, queries)[0], atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.usefixtures("world")
+@pytest.mark.usefixtures("served")
 def test_prefill_in_chunks_of_the_prefix():
     """New tokens first, then the prefix in chunks of 4 tokens, merged as the model does."""
     world, backend, attn, fb, texts = expanding(PARTS)
@@ -137,15 +136,14 @@ def test_prefill_in_chunks_of_the_prefix():
         fb.set_prefix_chunk_idx(chunk)
         inside = [t for text, (n, _) in pairs for t in text.tokens[4 * chunk : min(n, 4 * chunk + 4)]]
         found.append(called(backend, attn, fb, q, stacked(inside, "k"), stacked(inside, "v")))
-    outs, lses = zip(*found, strict=True)
-    whole = torch.stack(lses).logsumexp(0)
+    whole = torch.stack([lse for _, lse in found]).logsumexp(0)
     merged = sum(out * (lse - whole).exp()[..., None] for out, lse in found)
     out, lse = plain(q, queries)
     torch.testing.assert_close(merged, out, atol=2e-5, rtol=1e-4)
     torch.testing.assert_close(whole, lse, atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.usefixtures("world")
+@pytest.mark.usefixtures("served")
 def test_models_choose_between_absorbed_and_expanded_as_with_flash_attention():
     from sglang.srt.models.deepseek_common.attention_backend_handler import (
         AttentionBackendRegistry,

@@ -251,3 +251,27 @@ def causal(text, new):
     """Queries of a text's last tokens."""
     count = len(text.tokens)
     return [Query(text.tokens[i], tuple(text.tokens[: i + 1]), tuple(text.encoder)) for i in range(count - new, count)]
+
+
+def extend(world, backend, texts, news, mode=None, **more):
+    """Grows texts by so many tokens each and runs them."""
+    slots = [slot for text, new in zip(texts, news, strict=True) for slot in world.grow(text, new)]
+    lens = [len(text.tokens) for text in texts]
+    prefix = [total - new for total, new in zip(lens, news, strict=True)]
+    encoder = [slot for text in texts for slot in text.slots[: len(text.encoder)] if text.encoder and not prefix[0]]
+    if encoder:
+        more["encoder_out_cache_loc"] = index(encoder)
+    fb = batch(
+        mode or sg.ForwardMode.EXTEND, texts, lens, slots, extend_num_tokens=sum(news), extend_seq_lens=index(news),
+        extend_seq_lens_cpu=news, extend_prefix_lens=index(prefix), extend_prefix_lens_cpu=prefix,
+        extend_start_loc=index([0, *news]).cumsum(0)[:-1], **more,
+    )  # fmt: skip
+    backend.init_forward_metadata(fb)
+    world.attend(backend, fb, [query for text, new in zip(texts, news, strict=True) for query in causal(text, new)])
+
+
+def decode(world, backend, texts):
+    slots = [slot for text in texts for slot in world.grow(text, 1)]
+    fb = batch(sg.ForwardMode.DECODE, texts, [len(text.tokens) for text in texts], slots)
+    backend.init_forward_metadata(fb)
+    world.attend(backend, fb, [query for text in texts for query in causal(text, 1)])
