@@ -77,9 +77,11 @@ class _Kit:
     Attributes:
         plugin: the object, or module, with the hooks.
         options: of the configuration: those that switch it on.
+        entry_point: its name, where that is what its options are found under.
     """
 
     plugin: ClassVar[Any]
+    entry_point: ClassVar[str] = "under test"
     options: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType({})
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
@@ -102,7 +104,7 @@ class _Kit:
         def make(config: BackendConfig, pools: Pools, layers: tuple[AttentionLayer, ...]) -> Any:
             config = attrs.evolve(config, kernels=kernel, checks=True, options={**config.options, **chosen})
             registry = Registry.load(config, BUILTINS, entry_points=[])
-            registry.register(self.plugin, "under test")
+            registry.register(self.plugin, self.entry_point)
             registry.register(_Kernels(), "kernels of the kit")
             made = (Replayed if replayed else AttentionBackend)(config, pools, layers, registry=registry)
             _sound(registry)
@@ -221,7 +223,7 @@ class KernelConformance(_Kit):
         def make(config: BackendConfig, pools: Pools, layers: tuple[AttentionLayer, ...]) -> Any:
             config = attrs.evolve(config, kernels=self.kernel, options={**config.options, **(options or self.options)})
             registry = Registry.load(config, BUILTINS, entry_points=[])
-            registry.register(self.plugin, "under test")
+            registry.register(self.plugin, self.entry_point)
             _sound(registry)
             return (Replayed if way == "replayed" else AttentionBackend)(config, pools, layers, registry=registry)
 
@@ -232,7 +234,7 @@ class KernelConformance(_Kit):
         scenario = Scenario.make(mode="decode")
         config = attrs.evolve(scenario.config, options=self.options)
         registry = Registry.load(config, BUILTINS, entry_points=[])
-        registry.register(self.plugin, "under test")
+        registry.register(self.plugin, self.entry_point)
         found = [c.value for c in registry.kernels(torch.device(self.device)) if c.value.name == self.kernel]
         assert found, f"the plugin brings no kernel {self.kernel!r}"
         return found[0]
