@@ -75,7 +75,8 @@ class BackendConfig:
         dtype: dtype of q and of the output.
         kernels: "auto", a kernel's name for everything, or a mapping from forward mode to a name with an optional
             "default". A named kernel never falls back to another.
-        deterministic: a request's result is bit-equal whatever else is in the batch.
+        deterministic: a request's result is bit-equal whatever else is in the batch, whether its prompt comes whole or
+            in chunks, planned or replayed. Kernels are then not chosen by sizes.
         speculative: sizes of speculation, where the engine speculates.
         checks: also run the checks that read device data (default: environment variable FABACK_CHECK=1).
         allow_plugins: names of the only installed plugins that are loaded, None for all. Built-ins always are. The

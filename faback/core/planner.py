@@ -169,7 +169,9 @@ class Planner:
         """How a part is served. The same question comes with every plan: a request is made once."""
         fresh = part.kv is None
         page_size = 1 if part.kv is None else part.kv.page_size
-        sizes = bucket(part.rows), bucket(part.max_seqlen_q), bucket(part.reach)
+        # Another kernel for another size of batch would be another result.
+        any_size = self._config.deterministic
+        sizes = (0, 0, 0) if any_size else (bucket(part.rows), bucket(part.max_seqlen_q), bucket(part.reach))
         key = forward_mode, kind, page_size, part.features() | shared, fresh, sizes
         found = self._routes.get(key)
         if found is None:

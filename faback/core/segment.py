@@ -54,7 +54,7 @@ FEATURES = {
     "sinks": "a logit per head in the denominator",
     "lse": "log-sum-exp returned beside the output",
     "kv_scales": "de-quantisation factors of stored keys and values",
-    "deterministic": "bit-equal whatever else is in the batch",
+    "deterministic": "bit-equal whatever else is in the batch and however a prompt is cut",
     "graph": "recordable in a CUDA graph",
 }
 """The words in which a segment says what it needs and a kernel says what it can do; plugins may add their own."""

@@ -101,10 +101,10 @@ class Layout:
 
         Args:
             heads: query heads.
-            deterministic: each item alone, so that its sums do not depend on its neighbours.
+            deterministic: each query alone with its own span, so that its sums do not depend on its neighbours.
         """
         group: list[Item] = []
-        for item in sorted(self.items(), key=lambda i: (i.queries, i.keys)):
+        for item in sorted(self.items(1 if deterministic else QUERY_BLOCK), key=lambda i: (i.queries, i.keys)):
             if group:
                 similar = item.queries == group[0].queries and item.keys <= group[0].keys * 5 // 4 + 16
                 if deterministic or not similar or (len(group) + 1) * item.queries * item.keys * heads > BATCH_SCORES:
@@ -114,10 +114,10 @@ class Layout:
         if group:
             yield self._batch(group)
 
-    def items(self) -> Iterator[Item]:
-        """The work, without queries that see no key."""
+    def items(self, most: int = QUERY_BLOCK) -> Iterator[Item]:
+        """The work, in items of at most so many queries, without queries that see no key."""
         tail = self._segment.tail
-        block = 1 if tail is not None and tail.per_query else QUERY_BLOCK
+        block = 1 if tail is not None and tail.per_query else most
         for row in range(self._segment.rows):
             start = self._offsets[row]
             end = start + self._q_len[row]

@@ -52,7 +52,7 @@ class Poor(KernelProvider):
             devices=frozenset({device.type}),
             q_dtypes=DTYPES,
             kv_dtypes=DTYPES,
-            features=frozenset({"lse", "dense_table", "softcap", "kv_scales", "latent", "deterministic", "graph"}),
+            features=frozenset({"lse", "dense_table", "softcap", "kv_scales", "latent", "graph"}),
         )
 
     def prepare(self, segment: Segment, layer: LayerKind, request: KernelRequest, ws: Workspace) -> Prepared:

@@ -212,6 +212,9 @@ def attend(
     )
     clear_from = first + tl.cdiv(tl.maximum(clear_low - low + prefix - first, 0), BLOCK_N) * BLOCK_N
     clear_tiles = tl.maximum(tl.minimum(clear_high - low + prefix, last) - clear_from, 0) // BLOCK_N
+    if FIXED_SPLIT > 0 and (HAS_LEFT or HAS_CHUNK):
+        # In ascending order, whichever of them the other queries of the block see whole.
+        clear_from, clear_tiles = first, 0
     clear_till = clear_from + clear_tiles * BLOCK_N
     # ---- clear tiles
     m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
