@@ -16,10 +16,10 @@ of its `CompiledAttention`, and finds there the backend, the layer and the plan 
 modes or plans therefore need no new compilation, and those that `replay` or `GraphRunner` prepares none either.
 
 The operator declares that it changes `out` and `lse`, and `order`, a tensor of one element that nobody reads. The
-caches are not among its arguments: keys and values are often views of one memory, and of a mutated argument that shares
-its memory with another the compiler may make a copy, here of the whole cache. `order` stands for them. As every
-operator of a backend changes it, the compiler keeps them all, in their order, and merges none. Within a compiled
-function nothing else may read or write the caches.
+caches are not among its arguments: keys and values are often views of one memory, and Inductor (of torch 2.13) copies
+such memory as a whole, there and back, around an operator that changes two of its views. `order` stands for the caches.
+As every operator of a backend changes it, the compiler keeps them all, in their order, and merges none. Within a
+compiled function nothing else may read or write the caches.
 
 CUDA graphs are made by `GraphRunner` around the compiled model. Those of `torch.compile(mode="reduce-overhead")` would
 repeat the plan that they were recorded with, so the operators are marked as unsafe for them.

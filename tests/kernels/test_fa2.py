@@ -107,6 +107,23 @@ def test_one_query_for_some_rows_and_none_for_others():
     assert {result.status for result in run_scenario(scenario, on_stub())} == {"equal"}
 
 
+@pytest.mark.parametrize(("overlay", "window"), [("full", (-1, -1)), ("window", (5, 0))])
+def test_only_a_window_is_passed_as_one(monkeypatch, overlay, window):
+    """Or a decode step would not be taken for one whose heads can be packed."""
+    seen = []
+
+    def recording(*args, window_size, **options):
+        seen.append(window_size)
+        return stubs_fa2.flash_attn_with_kvcache(*args, window_size=window_size, **options)
+
+    monkeypatch.setattr(sys.modules[fa2.MODULE], "flash_attn_with_kvcache", recording)
+    scenario = Scenario.make(
+        mode="decode", overlay=overlay, dtype=torch.bfloat16, page_size=256, windows=(5,), head_dim=16
+    )
+    run_scenario(scenario, on_stub())
+    assert window in seen and set(seen) <= {window, (-1, -1)}
+
+
 @pytest.mark.parametrize(
     ("changes", "aspect", "words"),
     [
