@@ -14,7 +14,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[2]
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 LINES = [Requirement(line) for line in pin.FILE.read_text().splitlines() if line and not line.startswith("#")]
-CI = ["faback[dev]", *pin.plugins(), *pin.OTHERS]
+CI = ["faback[dev,docs]", *pin.plugins(), *pin.OTHERS]
 
 
 def holding(name, python):
