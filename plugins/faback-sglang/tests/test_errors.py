@@ -10,7 +10,6 @@ from world import World, batch, index  # noqa: E402
 
 from faback import BatchError, ConfigError, FabackError  # noqa: E402
 from faback_sglang.multi_step import FabackMultiStepBackend  # noqa: E402
-from faback_sglang.terms import engine_name  # noqa: E402
 
 
 def extending(world, **changed):
@@ -242,16 +241,3 @@ def test_errors_keep_their_kind_and_parts():
     error = caught.value
     assert (error.what, error.got) == ("forward_batch.seq_lens", torch.float32)
     assert error.__cause__.what == "batch.seq_lens"
-
-
-@pytest.mark.parametrize(
-    ("ours", "theirs"),
-    [
-        ("batch.verify_lens_cpu", "forward_batch.spec_info.ragged_verify_layout.verify_lens_cpu"),
-        ("batch.seq_lens", "forward_batch.seq_lens"),
-        ("layer.window", "layer.sliding_window_size"),
-        ("q of layer 3", "q of layer 3"),
-    ],
-)
-def test_names(ours, theirs):
-    assert engine_name(ours) == theirs
