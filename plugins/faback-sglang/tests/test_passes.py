@@ -107,3 +107,41 @@ def test_padding_behind_the_tokens_is_not_written():
     fb._attn_output = torch.full((5, HEADS * 16), 7.0)
     world.attend(backend, fb, causal(text, 3), padding=2)
     assert not fb._attn_output[3:].any()
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_local_attention(page_size):
+    """Layers of Llama 4 that see their own chunk, next to one that sees all."""
+    world = World([{"use_irope": True}, {}], page_size)
+    world.runner.model_config.is_local_attention_model, world.runner.attention_chunk_size = True, 6
+    world.sees = lambda attn, query, key: not attn.use_irope or query.position // 6 == key.position // 6
+    backend = world.backend()
+    a, b = world.text(), world.text()
+    extend(world, backend, [a, b], [10, 5])
+    extend(world, backend, [b, a], [3, 6])
+    decode(world, backend, [a, b])
+
+
+def test_prefill_aware_windows():
+    """A prompt stays in sight of sliding layers; there the window counts the token itself, as in SGLang."""
+    world = World([{"sliding_window_size": 4}, {}])
+    world.runner.prefill_aware_swa = True
+    prompts = {}
+
+    def sees(attn, query, key):
+        window, prompt = attn.sliding_window_size, prompts.get(id(query))
+        if window < 0 or (key.position >= query.position - window and prompt is None):
+            return True
+        return prompt is not None and (key.position < prompt or key.position > query.position - window)
+
+    world.sees = sees
+    backend = world.backend()
+    a, b = world.text(), world.text()
+    extend(world, backend, [a, b], [9, 3])
+    for _ in range(6):
+        for text, prompt in ((a, 9), (b, 3)):
+            slot = world.grow(text, 1)
+            prompts[id(text.tokens[-1])] = prompt
+            fb = batch(sg.ForwardMode.DECODE, [text], [len(text.tokens)], slot)
+            backend.init_forward_metadata(fb)
+            world.attend(backend, fb, causal(text, 1))

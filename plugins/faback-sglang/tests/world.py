@@ -62,7 +62,12 @@ class World:
         dtype: of the pool.
         mla: (latent, rope) dims of a pool of latents.
         draft: the runner is a draft model's.
+
+    Attributes:
+        sees: of a layer, a query's token and a key's, besides the layer's window: for other overlays.
     """
+
+    sees = None
 
     def __init__(self, layers, page_size=1, hybrid=False, dtype=torch.float32, mla=None, draft=False, pages=64):
         self.page_size, self.random = page_size, torch.Generator().manual_seed(page_size + len(layers))
@@ -212,7 +217,9 @@ class World:
         attn = block.attn
         seen = query.encoder if attn.is_cross_attention else query.seen
         left = attn.sliding_window_size
-        if left > -1 and not attn.is_cross_attention:
+        if self.sees is not None:
+            seen = [token for token in seen if self.sees(attn, query.token, token)]
+        elif left > -1 and not attn.is_cross_attention:
             seen = [token for token in seen if token.position >= query.token.position - left]
         if not seen:
             return torch.zeros(HEADS, attn.v_head_dim)
