@@ -57,6 +57,10 @@ WANTED: Mapping[str, tuple[str, ...]] = {
     "sglang.srt.speculative.ragged_verify": ("RaggedVerifyLayout",),
 }
 """Module -> classes, functions and names."""
+FLASH_ATTENTION = "sglang/srt/layers/attention/flashattention_backend.py"
+OWNERS = ("forward_batch", "layer", "model_runner", "spec_info", "get_spec()", "get_exec()", "get_model()")
+OWNERS += ("get_schedule()", "get_memory()", "get_parallel()")
+"""What SGLang's own backend reads of these is in the table of the plugin's README."""
 
 
 def main() -> int:
@@ -83,7 +87,24 @@ def contract(wheel: Path) -> dict[str, Any]:
             stem = module.replace(".", "/")
             path = next(p for p in (f"{stem}.py", f"{stem}/__init__.py") if p in archive.namelist())
             modules[module] = described(ast.parse(archive.read(path)), wanted, module)
-    return {"distribution": "-".join(wheel.name.split("-")[:2]), "modules": modules}
+        fields = fields_read(ast.parse(archive.read(FLASH_ATTENTION)))
+    return {"distribution": "-".join(wheel.name.split("-")[:2]), "modules": modules, "flash_attention_reads": fields}
+
+
+def fields_read(tree: ast.Module) -> dict[str, list[str]]:
+    """Attributes of each owner that are read, by name or through `getattr`."""
+    found: dict[str, set[str]] = {owner: set() for owner in OWNERS}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            owner, name = ast.unparse(node.value), node.attr
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr" and len(node.args) > 1:
+            owner, name = ast.unparse(node.args[0]), ast.unparse(node.args[1]).strip("'")
+        else:
+            continue
+        last = owner.rpartition(".")[2]
+        if last in OWNERS:
+            found[last].add(name)
+    return {owner: sorted(names) for owner, names in found.items()}
 
 
 def described(tree: ast.Module, wanted: tuple[str, ...], module: str) -> dict[str, Any]:

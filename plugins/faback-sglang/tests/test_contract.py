@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ from faback_sglang.registration import add_draft_backends, names
 from faback_sglang.terms import engine_name
 
 HERE = Path(__file__).parent
-MODULES = json.loads((HERE / "contract.json").read_text())["modules"]
+CONTRACT = json.loads((HERE / "contract.json").read_text())
+MODULES = CONTRACT["modules"]
 SOURCES = {path.stem: ast.parse(path.read_text()) for path in (HERE.parent / "src/faback_sglang").glob("*.py")}
 INFO = MODULES["sglang.srt.model_executor.forward_batch_info"]
 MIXIN = MODULES["sglang.srt.model_executor.forward_batch_deepseek_mha_mixin"]["ForwardBatchDeepSeekMHAMixin"]
@@ -142,3 +144,11 @@ def test_names_that_are_served(monkeypatch, given, wanted):
 )
 def test_names_in_errors(ours, theirs):
     assert engine_name(ours) == theirs
+
+
+@pytest.mark.parametrize("owner", CONTRACT["flash_attention_reads"])
+def test_the_readme_s_table_has_every_field_that_flash_attention_reads(owner):
+    text = (HERE.parent / "README.md").read_text()
+    fields = CONTRACT["flash_attention_reads"][owner]
+    assert fields
+    assert [name for name in fields if not re.search(rf"[`.]{name}\b", text)] == []
