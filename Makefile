@@ -2,6 +2,7 @@
 # make test       set up, then run the tests; ARGS="-k decode" and the like go to pytest
 # make interpret  the Triton kernels' tests in Triton's interpreter; unless ARGS are given, `make test` runs these too,
 # make plugins    and the plugins' own tests, each in an environment of its own, against built wheels
+# make engines    and those of SGLang's plugin beside SGLang itself, where that can be installed
 # make package    build sdist and wheel, and look at what is in them and whether they work alone
 # make lint       ruff and mypy
 # make clean      remove caches and build products, not the environment
@@ -42,7 +43,7 @@ demo: $(READY)
 # One thread per process: the processes themselves fill the cores.
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --maxprocesses=8 $(ARGS)
-	$(if $(strip $(ARGS)),,$(MAKE) interpret plugins)
+	$(if $(strip $(ARGS)),,$(MAKE) interpret plugins engines)
 
 # A process that has imported Triton either interprets kernels or compiles them.
 interpret: $(READY)
@@ -51,6 +52,10 @@ interpret: $(READY)
 
 plugins: $(READY)
 	$(BIN)/python tools/plugin_suites.py --beside $(MODEL)
+
+.PHONY: engines
+engines: $(READY)
+	$(BIN)/python tools/engine_suite.py plugins/faback-sglang
 
 package: $(READY)
 	$(BIN)/python tools/check_package.py
