@@ -147,6 +147,22 @@ def test_every_error_has_a_section():
     assert errors - {"FabackError"} <= set(sections("docs/troubleshooting.md"))
 
 
+def worded(text):
+    """Words of a message as the source and the document both have them: X where a value or its placeholder stands."""
+    text = re.sub(r"\{[^{}]*\}", "X", text)
+    return re.sub(r"\b([A-Z]{3,}|N)\b", "X", re.sub(r"['\"`]", "", text))
+
+
+def test_every_explained_message_is_one_that_is_raised():
+    source = worded("\n".join(file.read_text() for file in sorted((ROOT / "faback").rglob("*.py"))))
+    rows = re.findall(r"^\| (`.+?) \|", (ROOT / "docs/troubleshooting.md").read_text(), re.MULTILINE)
+    messages = [message for row in rows for message in re.findall(r"`([^`]+)`", row) if ": wanted " in message]
+    assert len(messages) > 50
+    for message in messages:
+        for part in worded(message.partition(": wanted ")[2]).split("X"):
+            assert part.strip(" [],0123456789") in source, message
+
+
 def test_every_variable_of_the_environment_is_described():
     text = "\n".join(file.read_text() for file in (ROOT / "faback").rglob("*.py"))
     variables = set(re.findall(r'"(FABACK_[A-Z_]+)"', text))

@@ -1,7 +1,7 @@
 """A hook of mkdocs (mkdocs.yml): the site also has pages that live elsewhere in the repository.
 
-A plugin's README, the changelog and so on are written for where they lie, and so are the links to them. Here each gets a
-place in the site, and links between it and the pages of docs/ are made to fit.
+A plugin's README, the changelog and so on are written for where they lie, and so are the links to them. Here each gets
+a place in the site, and links between it and the pages of docs/ are made to fit.
 """
 
 from __future__ import annotations
