@@ -1,8 +1,8 @@
 """Reads the signatures that `plugins/faback-vllm` relies on off a vLLM wheel, without importing it.
 
     pip download --no-deps -d DIR vllm==0.33.0
-    python tools/engine_contracts/vllm.py DIR/vllm-*.whl              compares with what is recorded, fails if it differs
-    python tools/engine_contracts/vllm.py DIR/vllm-*.whl --record     writes plugins/faback-vllm/tests/contract.json
+    python tools/engine_contracts/vllm.py DIR/vllm-*.whl           compares with the record; fails if it differs
+    python tools/engine_contracts/vllm.py DIR/vllm-*.whl --record  writes plugins/faback-vllm/tests/contract.json
 
 The plugin's tests take the base classes from there where vLLM cannot be imported.
 """

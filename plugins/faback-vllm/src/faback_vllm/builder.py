@@ -149,7 +149,7 @@ class FabackMetadataBuilder(AttentionMetadataBuilder[FabackMetadata]):
         batch = batch_of(common, self._rows[:requests], common_prefix_len)
         plan = passes.capture(batch) if self._recording else passes.plan(batch)
         assert batch.out_cache_loc is not None
-        return FabackMetadata(common.num_actual_tokens, batch.out_cache_loc, batch, passes, plan)
+        return FabackMetadata(batch.num_tokens, batch.out_cache_loc, batch, passes, plan)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> FabackMetadata:
         """Plans a batch whose tensors stay while their contents change; called outside of the recording."""

@@ -33,7 +33,7 @@ def check_shapes(common: Any, device: torch.device, *, cached: bool) -> None:
         device: where the caches are.
         cached: whether the layers have a cache.
     """
-    requests, tokens = common.num_reqs, common.num_actual_tokens
+    requests = common.num_reqs
     vectors = [
         ("query_start_loc", (torch.int32,), requests + 1),
         ("seq_lens", INDEX, requests),
@@ -43,7 +43,7 @@ def check_shapes(common: Any, device: torch.device, *, cached: bool) -> None:
     for name, dtypes, length in vectors:
         tensor = getattr(common, name)
         if not isinstance(tensor, torch.Tensor):
-            raise BatchError(field(name), wanted=f"a tensor on {device}", got=tensor)
+            raise BatchError(field(name), wanted=f"a tensor on {device}", got=repr(tensor))
         if tensor.device != device:
             raise BatchError(field(name), wanted=f"a tensor on {device} like the KV cache", got=tensor.device)
         if tensor.dtype not in dtypes:

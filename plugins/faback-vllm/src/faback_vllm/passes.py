@@ -76,7 +76,7 @@ def batch_of(common: Any, rows: Tensor, common_prefix_len: int) -> ForwardBatch:
         rows: int32 [num_reqs] 0, 1, 2 ...
         common_prefix_len: tokens that all requests share, in whole blocks.
     """
-    tokens, slots = common.num_actual_tokens, common.slot_mapping
+    tokens, slots = int(common.num_actual_tokens), common.slot_mapping  # numpy's integers come, too
     extras = {
         "query_start_loc": common.query_start_loc,
         "block_table": common.block_table_tensor,
@@ -89,7 +89,7 @@ def batch_of(common: Any, rows: Tensor, common_prefix_len: int) -> ForwardBatch:
         out_cache_loc=slots[:tokens] if slots.shape[0] > tokens else slots,
         num_tokens=tokens,
         extras=extras,
-        bounds={"extend_seq_lens": common.max_query_len, "seq_lens": common.max_seq_len},
+        bounds={"extend_seq_lens": int(common.max_query_len), "seq_lens": int(common.max_seq_len)},
     )
 
 
