@@ -96,7 +96,7 @@ class CompiledAttention:
                 q, k, v, layer, out=out, sinks=sinks, q_rope=q_rope, k_rope=k_rope, save_kv_cache=save_kv_cache,
                 return_lse=return_lse, plan=self._plan,
             )  # fmt: skip
-        self.backend._known(layer)  # the operator is told no more than its id
+        self.backend.check_layer(layer)  # the operator is told no more than its id
         tokens, heads = q.shape[0], layer.num_q_heads
         if out is None:
             out = q.new_empty(tokens, heads, layer.v_head_dim)
@@ -111,7 +111,7 @@ class CompiledAttention:
         if not torch.compiler.is_compiling():
             self.backend.write_kv(k, v, layer, k_rope=k_rope, plan=self._plan)
             return
-        self.backend._known(layer)  # the operator is told no more than its id
+        self.backend.check_layer(layer)  # the operator is told no more than its id
         torch.ops.faback.write_kv(self._order, k, v, k_rope, self._number, layer.layer_id)
 
     @property

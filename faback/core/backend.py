@@ -215,7 +215,7 @@ class AttentionBackend:
         plan = plan or self.current
         if plan is None:
             raise BatchError("forward", wanted="a plan", got=None, hint="Call backend.plan(batch) first.")
-        self._known(layer)
+        self.check_layer(layer)
         plan.ws.used()
         step = plan.steps[layer.layer_id]
         q = fused(q, q_rope, layer.num_q_heads, layer.head_dim)
@@ -259,7 +259,7 @@ class AttentionBackend:
         plan = plan or self.current
         if plan is None:
             raise BatchError("write_kv", wanted="a plan", got=None, hint="Call backend.plan(batch) first.")
-        self._known(layer)
+        self.check_layer(layer)
         plan.ws.used()
         if not layer.cached:
             raise BatchError(f"layer {layer.layer_id}", wanted="a layer with a cache", got="kv_group='none'")
@@ -289,10 +289,10 @@ class AttentionBackend:
 
         Leaves the current plan alone.
         """
-        self._known(layer)
+        self.check_layer(layer)
         return self._planner.explain(batch, layer, DryWorkspace(self._ops, self.device, self._constants))
 
-    def _known(self, layer: AttentionLayer) -> None:
+    def check_layer(self, layer: AttentionLayer) -> None:
         """Raises unless the layer is one of the backend's, as it was described."""
         mine = self.layers.get(layer.layer_id)
         if mine is layer:
