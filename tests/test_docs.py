@@ -13,6 +13,8 @@ import torch
 import typer
 
 import faback.core.errors
+import faback.pools
+import faback.testing
 from documents import HEADING, NOT_RUN, ROOT, anchors, blocks, documents, prose, run_commands, run_python
 from faback import BackendConfig, FabackError, ForwardBatch
 from faback.builtins import BUILTINS
@@ -145,6 +147,16 @@ def test_every_error_has_a_section():
     found = vars(faback.core.errors).values()
     errors = {error.__name__ for error in found if isinstance(error, type) and issubclass(error, FabackError)}
     assert errors - {"FabackError"} <= set(sections("docs/troubleshooting.md"))
+
+
+@pytest.mark.parametrize("package", [faback, faback.pools, faback.testing], ids=lambda package: package.__name__)
+def test_every_public_name_is_in_the_reference(package):
+    text = "".join(page.read_text() for page in sorted((ROOT / "docs/api").glob("*.md")))
+    shown = set(re.findall(r"^::: (\S+)$", text, re.MULTILINE))
+    for name in package.__all__:
+        value = getattr(package, name)
+        here = getattr(value, "__module__", None) or f"{package.__name__}.options"  # MODES and OVERLAYS are tuples
+        assert shown & {f"{package.__name__}.{name}", here}, f"{package.__name__}.{name}"
 
 
 def worded(text):

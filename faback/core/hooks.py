@@ -24,6 +24,7 @@ CONTRACT = 1
 PROJECT = "faback"
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
+"""Marks a function of a plugin, named like a hook, as its implementation."""
 
 
 class HookSpecs:

@@ -47,7 +47,7 @@ class Facts:
         committed: length of its committed text, where tokens are drafted behind it.
         prompt: length of its prompt once that is complete, None before, or where the model is not prefill-aware.
         inclusive: the prefill-aware window counts W tokens besides the query and not with it.
-        tree: [nodes][nodes], node q sees node k, where a tree is verified.
+        tree: `[nodes][nodes]`, node q sees node k, where a tree is verified.
     """
 
     committed: int = 0
