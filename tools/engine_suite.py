@@ -46,7 +46,7 @@ def environment(plugin: Path) -> Path:
     wanted = plugin / "engine.txt"
     path = Path(sys.prefix) / "engines" / plugin.name
     python, ready = path / "bin" / "python", path / "ready"
-    state = hashlib.sha256(wanted.read_bytes() + (plugin / "pyproject.toml").read_bytes()).hexdigest()
+    state = hashlib.sha256(wanted.read_bytes()).hexdigest()
     if ready.exists() and ready.read_text() == state:
         return python
     venv.EnvBuilder(symlinks=True, with_pip=False, clear=True).create(path)

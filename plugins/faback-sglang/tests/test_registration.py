@@ -97,3 +97,17 @@ def test_what_the_engine_asks_of_a_backend():
 def test_deterministic_inference_reaches_faback(deterministic):
     with sg.get_context().override_server_args(enable_deterministic_inference=deterministic):
         assert World([{}]).backend().setup.config.deterministic == deterministic
+
+
+@pytest.mark.usefixtures("loaded")
+@pytest.mark.parametrize("phase", ["attention_backend", "prefill_attention_backend", "decode_attention_backend"])
+def test_a_server_s_arguments_resolve_to_faback(phase):
+    """As a server resolves them before it publishes them."""
+    from sglang.srt.arg_groups.overrides import attention_backends_of, resolved_view
+    from sglang.srt.server_args import ServerArgs
+
+    args = ServerArgs(model_path="dummy", **{"attention_backend": "torch_native", phase: "faback"})
+    args.resolve_once()
+    prefill, decoding = attention_backends_of(resolved_view(args))
+    assert (prefill == "faback") == (phase != "decode_attention_backend")
+    assert (decoding == "faback") == (phase != "prefill_attention_backend")
