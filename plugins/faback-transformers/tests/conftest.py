@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import MODELS
+from tiny_models import DENSE
 from transformers import PreTrainedModel
 
 
@@ -19,7 +19,7 @@ def models() -> Callable[[str], PreTrainedModel]:
     def get(name: str) -> PreTrainedModel:
         if name not in made:
             torch.manual_seed(1)
-            made[name] = MODELS[name]().eval()
+            made[name] = DENSE[name]().eval()
         return made[name]
 
     return get

@@ -9,7 +9,7 @@ import torch
 from tiny_models import MODELS, PROMPTS
 
 from faback import BatchError
-from faback_transformers import PagedGenerator, Sampling
+from faback_transformers import PACKED, PagedGenerator, Sampling
 
 NEW = 12
 
@@ -212,7 +212,7 @@ def test_the_model_is_given_back(models):
     model = models("llama")
     model.set_attn_implementation("sdpa")
     with generator(model):
-        assert model.config._attn_implementation == "faback"
+        assert model.config._attn_implementation == PACKED
     assert model.config._attn_implementation == "sdpa"
 
 

@@ -6,15 +6,23 @@ from collections.abc import Callable
 
 import torch
 from transformers import (
+    BertConfig,
+    BertModel,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GptOssConfig,
     GptOssForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    ModernBertConfig,
+    ModernBertModel,
     PreTrainedModel,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
 )
 
 SIZES = {"vocab_size": 97, "intermediate_size": 64, "num_hidden_layers": 3, "initializer_range": 0.3}
@@ -60,6 +68,61 @@ def gpt_oss() -> PreTrainedModel:
     return model
 
 
+def llama4() -> PreTrainedModel:
+    """Chunked layers, and full ones without rotary embeddings."""
+    return Llama4ForCausalLM(
+        Llama4TextConfig(
+            **{**SIZES, "num_hidden_layers": 4},
+            hidden_size=48,
+            head_dim=8,
+            num_attention_heads=6,
+            num_key_value_heads=2,
+            intermediate_size_mlp=64,
+            num_local_experts=2,
+            num_experts_per_tok=1,
+            attention_chunk_size=8,
+            pad_token_id=0,
+        )
+    )
+
+
+def bert() -> PreTrainedModel:
+    return BertModel(BertConfig(**SIZES, hidden_size=48, num_attention_heads=4))
+
+
+def modern_bert() -> PreTrainedModel:
+    """An encoder with windows to both sides."""
+    sizes = {**SIZES, "num_hidden_layers": 4, "pad_token_id": 0}
+    special = dict.fromkeys(("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 1)
+    return ModernBertModel(
+        ModernBertConfig(**sizes, **special, hidden_size=48, num_attention_heads=4, local_attention=8)
+    )
+
+
+def whisper() -> PreTrainedModel:
+    special = dict.fromkeys(("bos_token_id", "eos_token_id", "decoder_start_token_id"), 1)
+    return WhisperForConditionalGeneration(
+        WhisperConfig(
+            vocab_size=97,
+            d_model=48,
+            encoder_layers=2,
+            decoder_layers=2,
+            encoder_attention_heads=4,
+            decoder_attention_heads=4,
+            encoder_ffn_dim=64,
+            decoder_ffn_dim=64,
+            num_mel_bins=8,
+            max_source_positions=20,
+            max_target_positions=40,
+            init_std=0.3,
+            pad_token_id=0,
+            suppress_tokens=None,
+            begin_suppress_tokens=None,
+            **special,
+        )
+    )
+
+
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": llama,
     "five_to_one": lambda: llama(10, 2),
@@ -68,6 +131,15 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "gemma2": gemma2,
     "gpt_oss": gpt_oss,
 }
+
+DENSE: dict[str, Callable[[], PreTrainedModel]] = {
+    **MODELS,
+    "llama4": llama4,
+    "bert": bert,
+    "modern_bert": modern_bert,
+    "whisper": whisper,
+}
+"""Those that are called without a generator, too."""
 
 PROMPTS: tuple[tuple[int, ...], ...] = (
     (1, 2, 3),

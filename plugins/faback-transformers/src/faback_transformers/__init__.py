@@ -3,10 +3,11 @@
 Importing the package registers the attention implementation "faback".
 """
 
-from faback_transformers.attention import NAME, AttentionContext, PagedContext, attending, register
+from faback_transformers.attention import NAME, PACKED, AttentionContext, PagedContext, attending
 from faback_transformers.drafting import Drafter, PromptLookup
 from faback_transformers.generator import PagedGenerator
 from faback_transformers.layers import layers_of
+from faback_transformers.registration import register
 from faback_transformers.requests import Completion, Event, Sampling
 from faback_transformers.stats import Stats
 
@@ -14,6 +15,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "NAME",
+    "PACKED",
     "AttentionContext",
     "Completion",
     "Drafter",

@@ -1,4 +1,4 @@
-"""faback as an attention function of Transformers.
+"""Attention in packed batches, for a generator.
 
 Transformers finds attention functions by name in a table of its own. What a function needs beyond q, k and v comes as
 keyword arguments of the model's forward, which models hand on to every layer: that is how a running generator's
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import attrs
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
 from faback import AttentionBackend, AttentionLayer, BatchError, FabackError
 
@@ -22,6 +22,8 @@ Tensor = torch.Tensor
 
 NAME = "faback"
 """What `attn_implementation` calls it."""
+PACKED = "faback_packed"
+"""The same for packed batches only, whose plan says who sees what: no mask is built for them."""
 
 
 class AttentionContext(Protocol):
@@ -76,7 +78,7 @@ def attention(
     faback_context: AttentionContext | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function, as Transformers calls it.
+    """The attention function of packed batches, as Transformers calls it.
 
     Args:
         module: the attention module.
@@ -97,11 +99,9 @@ def attention(
     if faback_context is None:
         hint = (
             "This implementation serves packed batches from a paged cache: use faback_transformers.PagedGenerator, "
-            'or model.set_attn_implementation("sdpa") for a plain forward pass.'
+            'or model.set_attn_implementation("faback") or "sdpa" for a plain forward pass.'
         )
-        raise FabackError(
-            "attn_implementation='faback' outside a generator", wanted="faback_context", got=None, hint=hint
-        )
+        raise FabackError(f"{PACKED!r} outside a generator", wanted="faback_context", got=None, hint=hint)
     if query.shape[0] != 1:
         hint = "Pack the requests one after another: input_ids [1, tokens]."
         raise BatchError("query of the attention function", wanted="batch size 1", got=query.shape[0], hint=hint)
@@ -109,21 +109,11 @@ def attention(
     return faback_context.attend(module, q, k, v, options).unsqueeze(0), None
 
 
-def no_mask(*args: Any, **kwargs: Any) -> None:
-    """The mask function: a plan says who sees what, so no mask is built."""
-
-
-def register() -> None:
-    """Makes "faback" known to Transformers; importing the package does it."""
-    AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, no_mask)
-
-
 @contextmanager
 def attending(model: PreTrainedModel) -> Iterator[None]:
-    """Switches a model to faback, and back to what it had."""
+    """Switches a model to packed batches, and back to what it had."""
     before = model.config._attn_implementation
-    model.set_attn_implementation(NAME)
+    model.set_attn_implementation(PACKED)
     try:
         yield
     finally:

@@ -14,7 +14,7 @@ import torch
 
 from faback import AttentionLayer
 from faback.core.explain import Explanation
-from faback_transformers.attention import NAME
+from faback_transformers.attention import NAME, PACKED
 from faback_transformers.drafting import Drafter
 from faback_transformers.generator import PagedGenerator
 from faback_transformers.overhead import Overhead, host_overhead
@@ -209,7 +209,7 @@ def _references(
 ) -> tuple[list[list[int]], float]:
     """Tokens of every prompt by `sdpa`, and the seconds that took."""
     before = loaded.model.config._attn_implementation
-    assert before != NAME
+    assert before not in (NAME, PACKED)
     loaded.model.set_attn_implementation("sdpa")
     reference(loaded, prompts[0], 2)
     seconds, found = 0.0, []
