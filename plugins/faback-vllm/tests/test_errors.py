@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from world import World, config_of, layer
+from vllm_world import World, config_of, layer
 
 from faback import BatchError, ConfigError, FabackError, NoKernelError, PoolError
 from faback_vllm.layers import configuration

@@ -8,57 +8,20 @@ and kernels that look at the device only when they run (`faback.testing.late`).
 import late_kernels
 import pytest
 import torch
+from vllm_static import Static, captured
 from vllm.v1.attention.backend import AttentionCGSupport
-from world import World, layer
+from vllm_world import World, layer
 
 from faback.builtins import BUILTINS
 from faback_vllm.backend import FabackAttentionBackend
 
 SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])
-REQUESTS, TOKENS, WIDTH = 6, 24, 40
 
 
 @pytest.fixture(autouse=True)
 def _capturable(monkeypatch):
     for module in ("faback.core.backend", "faback_vllm.builder"):
         monkeypatch.setattr(f"{module}.BUILTINS", (*BUILTINS, late_kernels.__name__))
-
-
-class Static:
-    """vLLM's persistent input tensors."""
-
-    def __init__(self, world):
-        self.world = world
-        self.tensors = {
-            "query_start_loc": torch.zeros(REQUESTS + 1, dtype=torch.int32),
-            "seq_lens": torch.zeros(REQUESTS, dtype=torch.int32),
-            "block_table_tensor": torch.zeros(REQUESTS, WIDTH, dtype=torch.int32),
-            "slot_mapping": torch.full((TOKENS,), -1, dtype=torch.int64),
-        }
-
-    def common(self, new, requests, tokens, most):
-        """The batch in the static tensors, padded to a size that was captured."""
-        live = sum(count for _, count in new)
-        plain = self.world.common(new, padded=(requests - len(new), tokens - live))
-        sizes = {"query_start_loc": requests + 1, "seq_lens": requests, "slot_mapping": tokens}
-        views = {name: self.tensors[name][:size] for name, size in sizes.items()}
-        for name, view in views.items():
-            view.copy_(getattr(plain, name))
-        views["block_table_tensor"] = table = self.tensors["block_table_tensor"][:requests]
-        table.fill_(1 << 30)
-        table[:, : plain.block_table_tensor.shape[1]] = plain.block_table_tensor
-        return replaced(plain, **views, max_query_len=most)
-
-
-def replaced(common, **changes):
-    fields = {name: getattr(common, name) for name in type(common).__dataclass_fields__ if not name.startswith("_")}
-    return type(common)(**fields | changes)
-
-
-def captured(world, static, requests, tokens, most):
-    """As vLLM captures: nothing real in the batch, the longest lengths for the host."""
-    common = replaced(static.common([], requests, tokens, most), max_seq_len=128)
-    return world.builder.build_for_cudagraph_capture(common)
 
 
 def layers():

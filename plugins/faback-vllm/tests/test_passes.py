@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from world import World, layer
+from vllm_world import World, layer
 
 SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])
 LAYERS = {

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 import vllm_here
-from world import World, layer
+from vllm_world import World, layer
 
 from faback_vllm.backend import FabackAttentionBackend
 
@@ -36,6 +35,7 @@ def test_encoder_only():
 
 def test_cross_attention():
     """The encoder's keys are written once, by the slots that vLLM works out, and seen by all later tokens."""
+    import numpy as np
     from vllm.model_executor.layers.attention.cross_attention import create_cross_attention_backend
 
     world = World([layer("cross", attn_type="encoder_decoder")], block_size=4)

@@ -1,13 +1,15 @@
 """vLLM's side of a forward pass, and what attention over the true tokens must give.
 
 A `World` has requests with texts of keys and values, lays them into blocks as vLLM does, and says so in vLLM's own
-`CommonAttentionMetadata`. `expected` knows nothing of blocks: it attends to the texts.
+`CommonAttentionMetadata`. `expected` knows nothing of blocks: it attends to the texts. Everything lives on torch's
+default device.
 """
 
 from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +20,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from faback_vllm.backend import FabackAttentionBackend
 
+TOLERANCE = 2e-5
 ORDERS = {"LBNHC": (0, 2, 1, 3), "LBHNC": (0, 1, 2, 3), "LHBNC": (1, 0, 2, 3)}
 """Memory orders of [blocks, heads, tokens, content] of one layer."""
 
@@ -43,7 +46,7 @@ def config_of(layers: list[Any], **settings: Any) -> SimpleNamespace:
     return SimpleNamespace(
         compilation_config=SimpleNamespace(static_forward_context={one.layer_name: one for one in layers}),
         model_config=SimpleNamespace(max_model_len=128, dtype=torch.float32),
-        device_config=SimpleNamespace(device=torch.device("cpu")),
+        device_config=SimpleNamespace(device=torch.get_default_device()),
         additional_config={"faback": settings},
     )
 
@@ -63,7 +66,7 @@ class World:
         self, layers: list[Any], *, block_size: int = 16, order: str = "LBNHC", seed: int = 0, **settings: Any
     ) -> None:
         self.layers, self.size, self.pick = layers, block_size, random.Random(seed)
-        self.generator = torch.Generator().manual_seed(seed)
+        self.generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
         self.blocks = 200
         self.free = list(range(1, self.blocks))  # block 0 is vLLM's null block
         self.pick.shuffle(self.free)
@@ -78,7 +81,7 @@ class World:
         names = [one.layer_name for one in layers]
         self.vllm_config = config_of(layers, **settings)
         cls = FabackAttentionBackend.get_builder_cls()
-        self.builder = cls(spec, names, self.vllm_config, torch.device("cpu"))
+        self.builder = cls(spec, names, self.vllm_config, torch.get_default_device())
         self.tables: list[list[int]] = []
         self.texts: list[dict[str, tuple[Tensor, Tensor]]] = []
 
@@ -133,7 +136,7 @@ class World:
         offsets = torch.tensor([0, *queries, *[0] * padded[0]], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         fields = {
             "query_start_loc": offsets,
-            "query_start_loc_cpu": offsets.clone(),
+            "query_start_loc_cpu": offsets.cpu().clone(),
             "seq_lens": torch.tensor([*lens, *[0] * padded[0]], dtype=torch.int32),
             "num_reqs": len(new) + padded[0],
             "num_actual_tokens": sum(queries) + padded[1],
@@ -158,8 +161,15 @@ class World:
         metadata = self.builder.build(prefix, common)
         self.attend(metadata, common, new, extra)
 
-    def attend(self, metadata: Any, common: Any, new: list[tuple[int, int]], extra: int = 0) -> None:
-        """All layers of one planned pass."""
+    def attend(
+        self,
+        metadata: Any,
+        common: Any,
+        new: list[tuple[int, int]],
+        extra: int = 0,
+        run: Callable[..., None] | None = None,
+    ) -> None:
+        """All layers of one planned pass; `run(layer, q, k, v, out)` stands in for a layer's call."""
         tokens, live = common.num_actual_tokens + extra, sum(count for _, count in new)
         for one in self.layers:
             impl = one.impl
@@ -178,10 +188,12 @@ class World:
                     old[one.layer_name] = old[target]
                 begin += count
             out = torch.full((tokens, impl.num_heads, impl.head_size), 7.0)
-            assert impl.forward(one, q, k, v, one.kv_cache, metadata, out) is out
+            if run is None:
+                assert impl.forward(one, q, k, v, one.kv_cache, metadata, out) is out
+            else:
+                run(one, q, k, v, out)
             wanted = self.expected(one, q, new, common.causal)
-            tolerance = 2e-5
-            torch.testing.assert_close(out[:live], wanted, atol=tolerance, rtol=0)
+            torch.testing.assert_close(out[:live], wanted, atol=TOLERANCE, rtol=0)
             assert not out[live : common.num_actual_tokens].any(), "a token of nobody gets zeros"
             assert (out[common.num_actual_tokens :] == 7).all(), "rows that vLLM does not count are left alone"
 
