@@ -17,11 +17,16 @@ T = TypeVar("T")
 ATTENTION_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
+LONGEST = 1 << 30
+"""Tokens of a sequence: positions and distances are added up in 32 bits."""
+
+
 def _at_least(minimum: int) -> Any:
     def validate(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
-        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= LONGEST:
             owner = type(instance).__name__
-            raise ConfigError(f"{owner}.{attribute.name}", wanted=f"an integer >= {minimum}", got=repr(value))
+            wanted = f"an integer from {minimum} to {LONGEST}"
+            raise ConfigError(f"{owner}.{attribute.name}", wanted=wanted, got=repr(value))
 
     return validate
 

@@ -17,7 +17,7 @@ from faback.core.kernel import KernelRequest, arch_of
 from faback.core.layer import AttentionLayer, LayerKind
 from faback.core.measured import bucket
 from faback.core.plan import Plan, Preparation, Step
-from faback.core.pools import Pools
+from faback.core.pools import MAX_SLOTS, Pools
 from faback.core.registry import Contribution, Registry
 from faback.core.segment import Segment
 from faback.core.select import Route, Selector
@@ -213,6 +213,9 @@ class Planner:
             if (tuple(k.shape[1:]), tuple(v.shape[1:])) != dims:
                 got = f"{tuple(k.shape)} and {tuple(v.shape)}"
                 raise ConfigError(f"KV buffers of layer {layer.layer_id}", wanted=f"heads, dims {dims}", got=got)
+            if k.shape[0] > MAX_SLOTS:
+                what = f"KV buffers of layer {layer.layer_id}"
+                raise ConfigError(what, wanted=f"at most {MAX_SLOTS} slots", got=k.shape[0])
         kind = self._kind_of[layer.layer_id]
         if kind in self._kinds:
             return

@@ -11,6 +11,9 @@ from faback.core.errors import ConfigError
 from faback.core.layer import AttentionLayer, LayerKind
 from faback.core.segment import INDEX_DTYPES
 
+MAX_SLOTS = 2**31 - 1
+"""Slots are looked up as 32-bit numbers; what lies in them is addressed in 64 bits."""
+
 
 @runtime_checkable
 class KVPool(Protocol):
@@ -72,6 +75,9 @@ class Pools:
         if not isinstance(value, KVPool):
             missing = [n for n in ("page_size", "num_slots", "buffers", "dtype", "slot_map") if not hasattr(value, n)]
             raise ConfigError("pools.kv", wanted="an object with the members of KVPool", got=f"none of {missing}")
+        if value.num_slots > MAX_SLOTS:
+            hint = "Slots are 32-bit numbers. Use fewer pages, or share the requests among several backends."
+            raise ConfigError("pools.kv.num_slots", wanted=f"at most {MAX_SLOTS}", got=value.num_slots, hint=hint)
 
     @property
     def device(self) -> torch.device:

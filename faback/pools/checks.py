@@ -9,14 +9,12 @@ import attrs
 import torch
 
 from faback.core.errors import ConfigError, PoolError
+from faback.core.pools import MAX_SLOTS
 from faback.core.segment import INDEX_DTYPES
 
 Tensor = torch.Tensor
 Index = Sequence[int] | Tensor
 """Lengths, slots or rows: Python integers or an int32/int64 tensor, on any device."""
-
-MAX_SLOTS = 2**31 - 1
-"""`req_to_token` holds slots as int32."""
 
 
 def at_least(minimum: int, hint: str | None = None) -> Callable[[Any, attrs.Attribute[int], int], None]:

@@ -8,7 +8,8 @@ import attrs
 import torch
 
 from faback.core.errors import PoolError
-from faback.pools.checks import MAX_SLOTS, Index, at_least, check_count, check_values, index_tensor, real_device
+from faback.core.pools import MAX_SLOTS
+from faback.pools.checks import Index, at_least, check_count, check_values, index_tensor, real_device
 
 Tensor = torch.Tensor
 

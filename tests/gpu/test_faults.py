@@ -85,10 +85,11 @@ def test_a_launch_that_cannot_be_made():
     wanted_by = make()
     wanted_by.plan(batch)
     wanted = model_of(wanted_by)(batch, **tensors)
-    plan = backend.plan(batch)
-    launch = plan.steps[LAYER.layer_id].call.prepared.launch
-    launch.options["num_stages"] = 16
+    (_, launch), *_ = backend.plan(batch).steps[LAYER.layer_id].call.prepared.launches
+    options = launch.kernel.options
+    stages, options["num_stages"] = options["num_stages"], 16
     with pytest.raises(PluginError, match="run of triton"):
         backend.forward(tensors["q"], None, None, LAYER, save_kv_cache=False)
+    options["num_stages"] = stages
     backend.plan(batch)
     torch.testing.assert_close(model_of(backend)(batch, **tensors), wanted, atol=2e-2, rtol=0)

@@ -148,7 +148,7 @@ def attend(
     index = m_index // GROUP
     token = (begin + index).to(tl.int64)
     queries = index < tl.where(owned, live, 0)
-    q_ptr = q + token * q_token + (head * GROUP + m_index % GROUP) * q_head
+    q_ptr = q + token * q_token + (head * GROUP + m_index % GROUP).to(tl.int64) * q_head
     d_main = tl.arange(0, K_MAIN)
     d_rest = K_MAIN + tl.arange(0, K_REST)
     d_value = tl.arange(0, V_BLOCK)
@@ -225,7 +225,7 @@ def attend(
         key_scale = tl.load(k_scale + head * K_PER_HEAD)
     if v_scale is not None:
         value_scale = tl.load(v_scale + head * V_PER_HEAD)
-    k_base, v_base = k + head * k_head, v + head * v_head
+    k_base, v_base = k + head.to(tl.int64) * k_head, v + head.to(tl.int64) * v_head
     factor = LOG2E if HAS_SOFTCAP else scale * key_scale * LOG2E
     columns = tl.arange(0, BLOCK_N)
     # Slots are looked up a tile ahead, by hand: as part of the pipeline they would cost keys and values a stage.
@@ -269,7 +269,7 @@ def attend(
             at = tl.where(drafted, stands, at)
         if SHARED_TAIL and tail_slots is not None:
             slot = slots_of(t, cached, table, skipped, None, PAGE, STRIDE)
-            slot += tl.load(tail_slots + row * tail_row + c, mask=drafted, other=0).to(tl.int32)
+            slot += tl.load(tail_slots + row.to(tl.int64) * tail_row + c, mask=drafted, other=0).to(tl.int32)
             if slot_map is not None:
                 slot = tl.load(slot_map + slot, mask=exists, other=0).to(tl.int32)
         elif req_to_token is None:

@@ -65,7 +65,7 @@ def finish(
         sink = tl.load(sinks + q_heads, mask=inside, other=0.0).to(tl.float32) * LOG2E
         denominator = total + tl.exp2(tl.minimum(sink - m, 126.0))
     result = acc * (value_scale / tl.where(denominator > 0, denominator, 1.0))[:, None]
-    o_ptr = out + token * o_token + q_heads * o_head
+    o_ptr = out + token * o_token + q_heads.to(tl.int64) * o_head
     tl.store(o_ptr[:, None] + d_value, result.to(out.dtype.element_ty), mask=inside[:, None] & (d_value < DV))
     if lse is not None:
         value = tl.where(total > 0, (m + tl.log2(total)) * LN2, float("-inf"))

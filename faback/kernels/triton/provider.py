@@ -14,7 +14,7 @@ from faback.core.kernel import Capabilities, KernelProvider, KernelRequest, Reje
 from faback.core.layer import LayerKind
 from faback.core.segment import FEATURES, KVView, Segment
 from faback.core.workspace import Workspace
-from faback.kernels.triton.launch import Kernel, Launch
+from faback.kernels.triton.launch import Grid, Kernel, Launch
 from faback.kernels.triton.tiles import Shape, Tile, pick, power_of_two
 
 Tensor = torch.Tensor
@@ -22,10 +22,11 @@ Tensor = torch.Tensor
 HALF = frozenset({torch.float16, torch.bfloat16})
 FP8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
 MAX_PLANNED_ROWS = 4096
-"""Rows that a program can plan over; a segment with more is refused."""
+"""Rows that a program can plan over; a segment with more is attended in several launches."""
 FIXED_SPLIT_TILES = 64
 """Tiles of a split in deterministic mode, where a request's result may depend on nothing but itself."""
 UNBOUNDED = 1 << 30
+"""A distance beyond every key, with room to add positions to it in 32 bits."""
 DEFAULT_ARCH = 80
 """Whose tiles the interpreter takes."""
 
@@ -37,16 +38,14 @@ def interpreting() -> bool:
 
 @attrs.frozen(eq=False)
 class Prepared:
-    """A launch, but for the layer's own tensors.
+    """Launches, but for the layer's own tensors.
 
     Attributes:
-        grid: work items * KV heads.
-        launch: `attend` with the arguments that all layers share.
+        launches: usually one: its grid, work items * KV heads, and `attend` with the arguments that all layers share.
         tokens: of the segment; q may have more.
     """
 
-    grid: tuple[int, int, int]
-    launch: Launch
+    launches: tuple[tuple[Grid, Launch], ...]
     tokens: int
 
 
@@ -86,6 +85,15 @@ class TritonAttention(KernelProvider):
         return tuple(found)
 
     def prepare(self, segment: Segment, layer: LayerKind, request: KernelRequest, ws: Workspace) -> Prepared:
+        parts = _parts(segment)
+        return Prepared(
+            tuple(self._launch(part, layer, request, ws, part is parts[-1]) for part in parts), segment.tokens
+        )
+
+    def _launch(
+        self, segment: Segment, layer: LayerKind, request: KernelRequest, ws: Workspace, last: bool
+    ) -> tuple[Grid, Launch]:
+        """Grid and launch of some rows; with the last ones come the tokens behind them."""
         heads = layer.num_kv_heads
         deterministic = "deterministic" in request.features
         shape = Shape(
@@ -102,7 +110,8 @@ class TritonAttention(KernelProvider):
         tile = pick(shape, request.arch or DEFAULT_ARCH)
         items, target, fixed = _sizes(segment, layer, tile, deterministic, ws)
         args = _segment_args(segment, ws)
-        args |= {"rows": segment.rows, "tokens": segment.tokens, "target": target, "reach": _reach(segment)}
+        tokens = segment.tokens if last else 0
+        args |= {"rows": segment.rows, "tokens": tokens, "target": target, "reach": _reach(segment)}
         args |= {"scale": layer.scale, "softcap": layer.softcap}
         v_block = power_of_two(layer.v_head_dim)
         splittable = items > _blocks(segment, layer, tile)
@@ -115,7 +124,7 @@ class TritonAttention(KernelProvider):
         args["partial_ml"] = ws.scratch("partial_ml", slots * lines * 2, torch.float32)
         args["arrivals"] = ws.scratch("arrivals", slots, torch.int32)
         kernel = self._kernel(layer, request, tile, _traits(segment, fixed, lines))
-        return Prepared((items * heads, 1, 1), kernel.bound(args), segment.tokens)
+        return (items * heads, 1, 1), kernel.bound(args)
 
     def _kernel(self, layer: LayerKind, request: KernelRequest, tile: Tile, traits: dict[str, Any]) -> Kernel:
         """`attend` with its constants, which many plans share."""
@@ -146,11 +155,44 @@ class TritonAttention(KernelProvider):
         scales, flags, factors = scale_args(k_scale, v_scale)
         strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *out.stride()[:2])
         numbers = (*flags, *strides, 0 if lse is None else lse.stride(0))
-        prepared.launch(prepared.grid, (q, k, v, out, lse, sinks, *scales), numbers, factors)
+        for grid, launch in prepared.launches:
+            launch(grid, (q, k, v, out, lse, sinks, *scales), numbers, factors)
         if out.shape[0] > prepared.tokens:
             out[prepared.tokens :].zero_()
             if lse is not None:
                 lse[prepared.tokens :].fill_(-torch.inf)
+
+
+def _parts(segment: Segment) -> list[Segment]:
+    """The segment, a few thousand rows at a time; queries stay where they are."""
+    most = MAX_PLANNED_ROWS - 1  # besides the tokens behind the last row
+    if segment.rows <= most:
+        return [segment]
+    return [_rows(segment, first, min(most, segment.rows - first)) for first in range(0, segment.rows, most)]
+
+
+def _rows(segment: Segment, first: int, count: int) -> Segment:
+    """Some rows of a segment."""
+
+    def cut(tensor: Tensor | None, more: int = 0) -> Any:
+        return None if tensor is None else tensor[first : first + count + more]
+
+    view, tail, rule = segment.kv, segment.tail, segment.visibility
+    if view is not None:
+        view = attrs.evolve(view, req_pool_indices=cut(view.req_pool_indices), start=cut(view.start))
+    if tail is not None:
+        tail = attrs.evolve(tail, lens=cut(tail.lens), slots=tail.slots if tail.per_query else cut(tail.slots))
+    return attrs.evolve(
+        segment,
+        rows=count,
+        cu_seqlens_q=cut(segment.cu_seqlens_q, 1),
+        cu_seqlens_k=cut(segment.cu_seqlens_k, 1),
+        kv_len=cut(segment.kv_len),
+        q_len=cut(segment.q_len),
+        kv=view,
+        tail=tail,
+        visibility=attrs.evolve(rule, keep=cut(rule.keep), row_window=cut(rule.row_window)),
+    )
 
 
 def _sizes(segment: Segment, layer: LayerKind, tile: Tile, deterministic: bool, ws: Workspace) -> tuple[int, int, int]:
@@ -180,9 +222,12 @@ def _reach(segment: Segment) -> int:
     rule = segment.visibility
     if rule.keep is not None:
         return UNBOUNDED
-    left = UNBOUNDED if rule.window[0] is None else rule.window[0]
-    chunk = UNBOUNDED if rule.chunk is None else rule.chunk
-    return min(left, chunk) if rule.causal else UNBOUNDED
+    return min(_bounded(rule.window[0]), _bounded(rule.chunk)) if rule.causal else UNBOUNDED
+
+
+def _bounded(distance: int | None) -> int:
+    """A distance to which positions can be added in 32 bits."""
+    return UNBOUNDED if distance is None else min(distance, UNBOUNDED)
 
 
 def _segment_args(segment: Segment, ws: Workspace) -> dict[str, Any]:
@@ -214,9 +259,9 @@ def _segment_args(segment: Segment, ws: Workspace) -> dict[str, Any]:
         "table_row": 0 if view is None else view.req_to_token.stride(0),
         "tail_row": 0 if tails is None else tails.stride(0),
         "words": 0 if bits is None else bits.shape[1],
-        "left": rule.window[0] or 0,
-        "right": rule.window[1] or 0,
-        "chunk": rule.chunk or 1,
+        "left": _bounded(rule.window[0]),
+        "right": _bounded(rule.window[1]),
+        "chunk": _bounded(rule.chunk),
         "shard": shard,
         "shards": shards,
     }

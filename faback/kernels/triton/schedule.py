@@ -70,7 +70,9 @@ def find_work(
         # One more where a window may begin within a split, which always begin at multiples of their length.
         splits = tl.minimum(tl.cdiv(tiles, FIXED_SPLIT) + 1, tl.maximum(tl.cdiv(committed, FIXED_SPLIT * BLOCK_N), 1))
     else:
-        per_split = tl.maximum(tl.cdiv(tl.sum(blocks * tiles, 0), target), 2)
+        # A million queries against a million keys are more tiles than 32 bits count; so many need no splits.
+        work = tl.minimum(tl.sum(blocks.to(tl.int64) * tiles, 0), 1 << 30).to(tl.int32)
+        per_split = tl.maximum(tl.cdiv(work, target), 2)
         splits = tl.maximum((tiles + per_split // 2) // per_split, 1)
     items = blocks * splits
     ends = tl.cumsum(items, 0)

@@ -37,7 +37,7 @@ def store(
     Slot 0 belongs to padding and is not written; `v` None writes the keys alone.
     """
     token = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
-    head = tl.program_id(1)
+    head = tl.program_id(1).to(tl.int64)
     exists = token < tokens
     slot = tl.load(slots + token, mask=exists, other=0).to(tl.int64)
     exists = exists & (slot > 0)
@@ -67,7 +67,7 @@ def clear(
     h, d = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK)
     for i in range(first, last):
         token = tl.zeros((BLOCK_H,), tl.int64) + i
-        at = out + (token * o_token + h * o_head)[:, None] + d[None, :]
+        at = out + (token * o_token + h.to(tl.int64) * o_head)[:, None] + d[None, :]
         zeros = tl.zeros((BLOCK_H, BLOCK), out.dtype.element_ty)
         tl.store(at, zeros, mask=(h < HEADS)[:, None] & (d < DV)[None, :])
         if lse is not None:
@@ -87,23 +87,26 @@ def merge(
     [heads] enter here, once.
     """
     packed = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    token, head = (packed // HEADS).to(tl.int64), packed % HEADS
+    token, head = (packed // HEADS).to(tl.int64), (packed % HEADS).to(tl.int64)
     exists = token < tokens
     d = tl.arange(0, BLOCK)
     highest = tl.full((BLOCK_T,), float("-inf"), tl.float32)
-    for part in range(0, parts):
-        at = lses + part * part_lse + token * l_token + head
+    at = lses + token * l_token + head
+    for _ in range(0, parts):
         highest = tl.maximum(highest, tl.load(at, mask=exists, other=float("-inf")))
+        at += part_lse
     base = tl.where(highest == float("-inf"), 0.0, highest)
     total = tl.zeros((BLOCK_T,), tl.float32)
     acc = tl.zeros((BLOCK_T, BLOCK), tl.float32)
-    for part in range(0, parts):
-        at = lses + part * part_lse + token * l_token + head
+    at = lses + token * l_token + head
+    value_at = outs + token * p_token + head * p_head
+    for _ in range(0, parts):
         weight = tl.exp(tl.load(at, mask=exists, other=float("-inf")) - base)
         total += weight
-        at = outs + part * part_out + token * p_token + head * p_head
-        value = tl.load(at[:, None] + d, mask=exists[:, None] & (d < DV), other=0.0).to(tl.float32)
+        value = tl.load(value_at[:, None] + d, mask=exists[:, None] & (d < DV), other=0.0).to(tl.float32)
         acc += tl.where(weight[:, None] > 0, value * weight[:, None], 0.0)
+        at += part_lse
+        value_at += part_out
     denominator = total
     if sinks is not None:
         sink = tl.load(sinks + head, mask=exists, other=0.0).to(tl.float32)
