@@ -10,11 +10,15 @@
 Everything runs on a CPU, against an oracle that knows tokens by identity, with all that no request owns poisoned:
 planned anew, and captured on nothing and then replayed; on a kernel that can do everything, and on one that can do
 nothing and is served through lowerings.
+
+A failure names the smallest scenario that fails, prints who saw what in it, and leaves a picture beside pytest's
+`tmp_path`, or in the folder that the environment variable FABACK_PICTURES names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -33,7 +37,8 @@ from faback.core.layer import AttentionLayer
 from faback.core.pools import Pools
 from faback.core.registry import Registry
 from faback.kernels.reference import Reference
-from faback.testing.checks import EQUAL, REFUSED, WRONG, MakeBackend, run_scenario
+from faback.testing.checks import EQUAL, REFUSED, CellResult, MakeBackend
+from faback.testing.failures import Build, Runs, report, temporary
 from faback.testing.late import Late, Replayed
 from faback.testing.options import MODES, OVERLAYS, Options, impossible
 from faback.testing.poor import Poor
@@ -83,6 +88,26 @@ class _Kit:
     plugin: ClassVar[Any]
     entry_point: ClassVar[str] = "under test"
     options: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType({})
+    _folders: pytest.TempPathFactory | None = None
+
+    @pytest.fixture(autouse=True)
+    def _pictures_beside_tmp_path(self, tmp_path_factory: pytest.TempPathFactory) -> None:
+        self._folders = tmp_path_factory
+
+    def expect(self, cell: Options, build: Build, runs: Runs) -> None:
+        """Fails where a scenario is not as it must be: with the smallest that fails, who saw what, and a picture.
+
+        Args:
+            cell: options of the scenario.
+            build: makes it of options.
+            runs: how it is run.
+        """
+        said = report(cell, build, runs, temporary if self._folders is None else self._new_folder)
+        assert not said, said
+
+    def _new_folder(self) -> Path:
+        assert self._folders is not None
+        return self._folders.mktemp("pictures")
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """One test per cell and way, where a test asks for them."""
@@ -140,7 +165,7 @@ class OverlayConformance(_Kit):
 
     def test_it_sees_what_it_must(self, cell: Options, way: str) -> None:
         """Outputs, log-sum-exps and written keys are the oracle's."""
-        expect_equal(rejudged(_scenario(cell), self.sees), self.made(way))
+        self.expect(cell, lambda options: rejudged(_scenario(options), self.sees), Runs(self.made(way)))
 
     def test_it_does_something(self) -> None:
         """Or the test above would pass without the plugin."""
@@ -150,7 +175,7 @@ class OverlayConformance(_Kit):
     def test_nobody_asked(self, way: str) -> None:
         """Without its options the plugin changes nothing."""
         for cell in list(self.cells())[:12]:
-            expect_equal(_scenario(cell), self.made(way, options={}))
+            self.expect(cell, _scenario, Runs(self.made(way, options={})))
 
     def test_bad_options_are_refused(self) -> None:
         """With an error that says what was wanted."""
@@ -181,7 +206,7 @@ class ModeConformance(_Kit):
 
     def test_it_sees_what_it_must(self, cell: Options, way: str) -> None:
         """Outputs, log-sum-exps and written keys are the oracle's."""
-        expect_equal(self.scenario(cell), self.made(way))
+        self.expect(cell, self.scenario, Runs(self.made(way)))
 
     def test_what_it_needs_is_asked_for(self) -> None:
         """A batch without a needed field is refused by name."""
@@ -241,22 +266,24 @@ class KernelConformance(_Kit):
 
     def test_equal_or_refused(self, cell: Options) -> None:
         """Never wrong; a refusal says why."""
-        for result in run_scenario(_scenario(cell), self.made(), device=self.device, lse=self.claims("lse")):
-            assert result.status != WRONG, str(result)
-            assert result.status == EQUAL or (result.status == REFUSED and self.kernel in result.reason), str(result)
+        self.expect(cell, _scenario, self.runs(self.made(), lambda r: r.status == REFUSED and self.kernel in r.reason))
 
     def test_replayed_where_it_can_be_captured(self, cell: Options) -> None:
         """Host integers of a capture on nothing, lengths of the replay."""
         if not self.claims("graph"):
             return
-        for result in run_scenario(_scenario(cell), self.made("replayed"), device=self.device, lse=self.claims("lse")):
-            assert result.status != WRONG, str(result)
+        self.expect(cell, _scenario, self.runs(self.made("replayed"), lambda result: result.status == REFUSED))
 
     def test_every_claim_is_kept(self) -> None:
         """Each feature of the capabilities is served natively somewhere: a claim that nothing reaches is not tested."""
         claimed = set(self.provider().capabilities(torch.device(self.device)).features)
         missing = claimed - self.unreached - {"deterministic", "graph", "lse"} - self.served()
         assert not missing, f"claimed, but never served: {sorted(missing)}. Add cells, or claim less."
+
+    def runs(self, make: MakeBackend, refused: Callable[[CellResult], bool]) -> Runs:
+        """Runs in which some refusals are as they must be."""
+        fails = lambda result: result.status != EQUAL and not refused(result)  # noqa: E731
+        return Runs(make, self.device, self.claims("lse"), fails)
 
     def claims(self, feature: str) -> bool:
         """Whether the capabilities name a feature."""
@@ -275,12 +302,6 @@ class KernelConformance(_Kit):
                 for layer in scenario.layers:
                     found |= _natively(backend, step.batch, layer)
         return found
-
-
-def expect_equal(scenario: Scenario, make: MakeBackend) -> None:
-    """Fails with the cells that are not equal: the token that is wrong, and whom it must see."""
-    bad = [result for result in run_scenario(scenario, make) if result.status != EQUAL]
-    assert not bad, "\n".join(map(str, bad))
 
 
 def taken_over(scenario: Scenario, mode: str, **fields: Any) -> Scenario:

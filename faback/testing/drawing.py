@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from faback.core.errors import ConfigError
-from faback.testing.pictures import NO_KEY, UNSEEN, Block, Panel
+from faback.testing.pictures import NO_KEY, UNSEEN, WRONG, Block, Panel
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -22,8 +22,6 @@ MAX_LINES = 400
 """Page borders of one panel; more than that would be all that one sees."""
 
 PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#F0E442", "#999999", "#000000")
-WARNING = "#D55E00"
-"""Colours that people who see few of them can still tell apart (Okabe and Ito, https://jfly.uni-koeln.de/color/)."""
 PALE, DARK = "#E9E9E9", "#333333"
 
 SETTINGS: Mapping[Any, Any] = MappingProxyType({"svg.fonttype": "none", "svg.hashsalt": "faback", "font.size": 8})
@@ -165,7 +163,7 @@ class _Canvas:
             axes.add_collection(LineCollection(borders, colors=DARK, linewidths=0.9))
         self._ticks(axes)
         for number, note in enumerate(self._notes(len(borders))):
-            axes.text(0, -0.2 - 1.1 * number, note, fontsize=6.5, color=WARNING, va="bottom")
+            axes.text(0, -0.2 - 1.1 * number, note, fontsize=6.5, color=WRONG, va="bottom")
 
     def legend(self) -> list[Any]:
         """Handles for what occurs."""
@@ -186,8 +184,7 @@ class _Canvas:
         if number == UNSEEN:
             return PALE
         marks = self._panel.marks
-        calm = sum(not mark.warns for mark in marks[:number])
-        return WARNING if marks[number].warns else PALETTE[calm % len(PALETTE)]
+        return marks[number].colour or PALETTE[sum(not mark.colour for mark in marks[:number]) % len(PALETTE)]
 
     def _runs(self, block: Block) -> Iterator[tuple[str, tuple[int, int, int]]]:
         """Colour, and (line, first column, column behind the last) of neighbouring cells that are alike."""

@@ -41,7 +41,9 @@ Tensor = torch.Tensor
 UNSEEN, NO_KEY = -1, -2
 """Cells of a `Block` that no part shows: of a key that exists, and of none."""
 GLYPHS = "#o*%@&$="
-TWICE = "seen twice"
+WRONG, MISSING = "#D55E00", "#F0E442"
+"""Colours of what should not be; they and the palette of `faback.testing.drawing` can be told apart by people who see
+few colours (Okabe and Ito, https://jfly.uni-koeln.de/color/)."""
 
 
 @attrs.frozen
@@ -51,12 +53,15 @@ class Mark:
     Attributes:
         name: for the legend.
         glyph: one character, for text.
-        warns: something that should not be.
+        colour: hexadecimal; "" for the next of the palette.
     """
 
     name: str
     glyph: str
-    warns: bool = False
+    colour: str = ""
+
+
+TWICE = Mark("seen twice", "!", WRONG)
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -203,7 +208,7 @@ def _panel(backend: AttentionBackend, batch: ForwardBatch, alike: Sequence[Atten
     marks = [Mark(f"{owner} {part}", GLYPHS[number % len(GLYPHS)]) for number, part in enumerate(parts)]
     cells, strays = _cells(answer.segment, [part.segment for part in parts])
     if bool((cells == len(parts)).any()):
-        marks.append(Mark(TWICE, "!", warns=True))
+        marks.append(TWICE)
     notes = (f"{strays} keys of other requests, or of none, are seen besides",) if strays else ()
     varied = [name(after.by) for before, after in pairwise(answer.stages) if after.segment is not before.segment]
     overlays = ",\n".join(varied)
