@@ -91,17 +91,19 @@ def test_three_parts_of_more_elements_than_30_bits_count():
 
 
 @triton.jit
-def splits_of(out, cu_seqlens_q, kv_len, rows, tokens, target):
+def first_item(out, cu_seqlens_q, kv_len, rows, tokens, target):
     work = find_work(0, rows, tokens, cu_seqlens_q, kv_len, None, 1 << 30, target, 32, 64, 32, 2, False, 0)
-    tl.store(out, work[3])
+    tl.store(out, work[0])
+    tl.store(out + 1, work[1])
+    tl.store(out + 2, work[3])
 
 
 def test_more_tiles_than_32_bits_count_need_no_splits():
     """2^19 blocks of queries against 2^15 tiles of keys."""
-    out, million = torch.zeros(1, dtype=torch.int32), 1 << 20
+    out, million = torch.zeros(3, dtype=torch.int32), 1 << 20
     offsets, lens = torch.tensor([0, million], dtype=torch.int32), torch.tensor([million], dtype=torch.int32)
-    splits_of[(1,)](out, offsets, lens, 1, million, 132)
-    assert out.item() == 1
+    first_item[(1,)](out, offsets, lens, 1, million, 132)
+    assert out.tolist() == [0, (1 << 19) - 1, 1]  # row, block, splits
 
 
 def test_the_last_keys_of_a_million():
