@@ -38,7 +38,7 @@ class EnginePool:
         return k, k[..., : layer.v_head_dim] if layer.latent else v
 
     def dtype(self, kind: LayerKind) -> torch.dtype:
-        return self.pool.dtype  # type: ignore[no-any-return]
+        return self.pool.dtype
 
     def slot_map(self, group: str) -> Tensor | None:
         if group == "full":
@@ -47,7 +47,7 @@ class EnginePool:
         if group != "window" or found is None:
             what = "model_runner.token_to_kv_pool.full_to_swa_index_mapping"
             raise ConfigError(what, wanted=f"the slots of group {group!r}", got=None)
-        return found  # type: ignore[no-any-return]
+        return found
 
 
 def engine_pools(model_runner: Any, slots_of: Mapping[int, int]) -> Pools:
