@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from vllm_static import Static, captured
 from test_graphs import layers
+from vllm_static import Static, captured
 from vllm_world import World, layer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]

@@ -8,8 +8,8 @@ and kernels that look at the device only when they run (`faback.testing.late`).
 import late_kernels
 import pytest
 import torch
-from vllm_static import Static, captured
 from vllm.v1.attention.backend import AttentionCGSupport
+from vllm_static import Static, captured
 from vllm_world import World, layer
 
 from faback.builtins import BUILTINS

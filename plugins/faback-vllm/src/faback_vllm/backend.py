@@ -95,7 +95,7 @@ class FabackAttentionBackend(AttentionBackend):
             device=device.type,
             arch=0 if device_capability is None or device.type == "cpu" else device_capability.to_int(),
             q_dtype=dtype,
-            kv_dtype=stored_dtype(kv_cache_dtype or "auto", dtype),
+            kv_dtype=stored_dtype(kv_cache_dtype or "auto", getattr(torch, kv_cache_dtype or "", dtype)),
             num_q_heads=1,
             num_kv_heads=1,
             head_dim=head_size,

@@ -23,6 +23,7 @@ from faback.core.select import Selector
 from faback_vllm.caches import BlockPool
 from faback_vllm.checks import check_contents, check_shapes
 from faback_vllm.layers import CACHELESS, configuration, described, stored_dtype
+from faback_vllm.mode import KEY
 from faback_vllm.passes import Passes, batch_of
 
 Tensor = torch.Tensor
@@ -112,8 +113,9 @@ class FabackMetadataBuilder(AttentionMetadataBuilder[FabackMetadata]):
         config = configuration(vllm_config, batch_invariant=envs.VLLM_BATCH_INVARIANT)
         device = torch.device(vllm_config.device_config.device)
         kernels = Selector(config, Registry.load(config, BUILTINS), device).kernels
-        named = [kernel for kernel in kernels if config.kernels in (kernel.name, "auto")] or kernels
-        recordable = any("graph" in kernel.capabilities(device).features for kernel in named)
+        chosen = config.kernel_for(KEY)
+        able = [kernel.capabilities(device).features for kernel in kernels if chosen in (kernel.name, "auto")]
+        recordable = any("graph" in features for features in able)
         return cls._cudagraph_support if recordable else AttentionCGSupport.NEVER
 
     def passes(self, *, causal: bool) -> Passes:
