@@ -43,7 +43,9 @@ def namespace(request, tmp_path, monkeypatch):
     monkeypatch.delenv("FABACK_DISABLE_PLUGINS", raising=False)
     known = set(sys.modules)
     random = torch.get_rng_state()
+    torch.use_deterministic_algorithms(True)  # which also fills memory that nobody has written with NaN
     yield vars(module)
+    torch.use_deterministic_algorithms(False)
     torch.set_rng_state(random)
     for name in set(sys.modules) - known:
         if getattr(sys.modules[name], "__file__", None) in {str(file) for file in tmp_path.iterdir()}:
