@@ -18,6 +18,7 @@ from faback.core.explain import Explanation
 from faback.core.layer import AttentionLayer, LayerKind
 from faback.core.pools import Pools
 from faback.core.registry import Registry
+from faback.core.segment import Segment
 
 
 @attrs.frozen(kw_only=True)
@@ -194,24 +195,29 @@ def parse_pair(option: str, text: str) -> tuple[int, int]:
 
 def as_data(answer: Explanation) -> dict[str, Any]:
     """An explanation as plain data, for JSON."""
-    segment, rule = answer.segment, answer.segment.visibility
     return {
         "mode": answer.mode,
         "overlays": list(answer.overlays),
-        "segment": {
-            "rows": segment.rows,
-            "max_seqlen_q": segment.max_seqlen_q,
-            "max_kv_len": segment.max_kv_len,
-            "causal": rule.causal,
-            "window": list(rule.window),
-            "chunk": rule.chunk,
-            "features": sorted(segment.features()),
-        },
+        "segment": segment_data(answer.segment),
         "kernel": answer.kernel,
         "requests": [str(route.request) for route in answer.routes],
         "measured": list(answer.evidence),
         "rejections": [attrs.asdict(reason) for reason in answer.rejections],
         "absent": answer.absent,
+    }
+
+
+def segment_data(segment: Segment) -> dict[str, Any]:
+    """What a segment is on the host, as plain data."""
+    rule = segment.visibility
+    return {
+        "rows": segment.rows,
+        "max_seqlen_q": segment.max_seqlen_q,
+        "max_kv_len": segment.max_kv_len,
+        "causal": rule.causal,
+        "window": list(rule.window),
+        "chunk": rule.chunk,
+        "features": sorted(segment.features()),
     }
 
 

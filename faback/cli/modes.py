@@ -3,16 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import attrs
 import torch
+import typer
 from rich.console import Console
 
 from faback.builtins import BUILTINS
+from faback.cli import contributions
 from faback.cli.output import AsJson, DeviceName, first_line, main_console, parse_device, print_json, table
+from faback.cli.scenes import (
+    Chunk,
+    DraftTokens,
+    EncoderLengths,
+    Hybrid,
+    KernelName,
+    Lengths,
+    ModeName,
+    OverlayName,
+    PageSize,
+    Seed,
+    Settings,
+    Sinks,
+    Topk,
+    Window,
+    described,
+    set_up,
+)
 from faback.core.config import BackendConfig
-from faback.core.errors import FabackError
+from faback.core.errors import ConfigError, FabackError
 from faback.core.registry import Contribution, Registry
 
 
@@ -66,13 +86,64 @@ class Asked(Mapping[str, Mapping[str, Any]]):
         return 0
 
 
-def command(as_json: AsJson = False, device: DeviceName = None) -> None:
-    """List forward modes, overlays, lowerings and kernels, and who brings them."""
+def command(
+    ctx: typer.Context,
+    plan: Annotated[bool, typer.Option("--plan", help="Instead, who contributes what to a batch, on the CPU.")] = False,
+    mode: ModeName = "decode",
+    overlay: OverlayName = None,
+    page_size: PageSize = 4,
+    lengths: Lengths = None,
+    encoder_lengths: EncoderLengths = None,
+    window: Window = None,
+    chunk: Chunk = None,
+    sinks: Sinks = False,
+    hybrid: Hybrid = False,
+    topk: Topk = 1,
+    draft_tokens: DraftTokens = 4,
+    seed: Seed = 0,
+    kernel: KernelName = "auto",
+    settings: Settings = None,
+    as_json: AsJson = False,
+    device: DeviceName = None,
+) -> None:
+    """List forward modes, overlays, lowerings and kernels, and who brings them; or what they make of a batch."""
+    _check_given(ctx, plan)
+    if plan:
+        options = described(
+            mode,
+            overlay,
+            lengths=lengths,
+            encoder_lengths=encoder_lengths,
+            window=window,
+            chunk=chunk,
+            draft_tokens=draft_tokens,
+            page_size=page_size,
+            sinks=sinks,
+            hybrid=hybrid,
+            topk=topk,
+            seed=seed,
+        )
+        scene = set_up(options, kernel, settings or ())
+        kinds = contributions.contributions(scene)
+        if as_json:
+            print_json(contributions.as_data(kinds))
+        else:
+            contributions.show(kinds, scene.name, main_console())
+        return
     found = catalogue(parse_device(device))
     if as_json:
         print_json(attrs.asdict(found))
     else:
         show(found, main_console())
+
+
+def _check_given(ctx: typer.Context, plan: bool) -> None:
+    """Raises for an option that would not be heeded."""
+    unheeded = {"device"} if plan else set(ctx.params) - {"plan", "as_json", "device"}
+    given = sorted(name for name in unheeded if getattr(ctx.get_parameter_source(name), "name", "") == "COMMANDLINE")
+    if given:
+        options = ", ".join("--" + {"settings": "set"}.get(name, name).replace("_", "-") for name in given)
+        raise ConfigError(options, wanted="no --plan, which is made on the CPU" if plan else "--plan as well", got=None)
 
 
 def catalogue(device: torch.device) -> Catalogue:

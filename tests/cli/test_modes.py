@@ -90,3 +90,60 @@ def test_two_plugins_with_one_mode_are_an_error(faback_cli, monkeypatch):
     result = faback_cli("modes", "--json")
     assert result.exit_code == 2
     assert result.stdout == "" and "orchestra-dist" in result.stderr
+
+
+# ---- what they make of a batch
+
+
+def planned(faback_cli, *args):
+    result = faback_cli("modes", "--plan", "--json", *args)
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_a_plan_names_mode_overlays_and_kernel_of_each_kind_of_layers(faback_cli):
+    full, sliding = planned(faback_cli, "--mode", "extend", "--window", 3, "--lengths", "4+3", "--kernel", "reference")
+    assert full["layers"] == "layer 0: full attention" and sliding["layers"] == "layer 1: window 3"
+    assert [line["role"] for line in sliding["lines"]] == ["mode", "overlay", "overlay", "overlay", "kernel"]
+    by_key = {line["key"]: line for line in sliding["lines"]}
+    assert by_key["extend"]["plugin"] == "faback.modes.extend"
+    assert by_key["sliding_window"]["what"] == "visibility.window=(3, None)"
+    assert by_key["hybrid_pool"]["what"] == "nothing to vary here"
+    assert all(line["distribution"].startswith("faback ") for line in sliding["lines"])
+    (segment,) = sliding["segments"]
+    assert segment | {"rows": 1, "max_kv_len": 7, "window": [3, None], "kernel": "reference"} == segment
+
+
+def test_a_plan_names_lowerings_and_a_kernel_for_each_segment(faback_cli):
+    args = ("--mode", "target_verify", "--topk", 2, "--kernel", "poor")
+    (kind,) = planned(faback_cli, *args)
+    assert [segment["lowerings"] for segment in kind["segments"]] == [
+        ["cascade 1", "query_rows"],
+        ["cascade 2", "compact"],
+    ]
+    lowerings = [(line["key"], line["what"]) for line in kind["lines"] if line["role"] == "lowering"]
+    assert lowerings[0] == ("cascade", "segment 1: cascade 1") and lowerings[-1] == ("compact", "segment 2: compact")
+    kernels = [line for line in kind["lines"] if line["role"] == "kernel"]
+    assert [line["distribution"] for line in kernels] == ["faback.testing"] * 2
+    printed = faback_cli("modes", "--plan", *args).stdout
+    assert "faback.core.lowering.cascade" in printed and "serves segment 2" in printed
+
+
+def test_a_plan_names_third_parties(faback_cli, monkeypatch):
+    from faback_streaming_llm import overlay
+
+    picky = stubs.Point("picky", stubs.Plugin(stubs.Picky()))
+    stubs.install(monkeypatch, stubs.Point("streaming-llm", overlay), picky)
+    settings = 'streaming-llm={"sinks": 1, "window": 2}'
+    (kind,) = planned(faback_cli, "--lengths", 6, "--set", settings, "--kernel", "reference")
+    (line,) = [line for line in kind["lines"] if line["key"] == "streaming-llm"]
+    assert (line["plugin"], line["distribution"]) == ("streaming-llm", "streaming-llm-dist 9.9")
+    assert line["what"] == "visibility.window=(2, None), visibility.keep"
+    (kind,) = planned(faback_cli, "--lengths", 6, "--kernel", "picky")
+    assert kind["lines"][-1]["plugin"] == "picky" and kind["segments"][0]["kernel"] == "picky"
+
+
+def test_options_that_would_not_be_heeded_are_errors(faback_cli):
+    for flags, words in ((["--window", 3], "--window: wanted --plan"), (["--plan", "--device", "cpu"], "--device")):
+        result = faback_cli("modes", *flags)
+        assert result.exit_code == 2 and words in result.stderr
