@@ -4,6 +4,7 @@ Importing the package registers the attention implementation "faback".
 """
 
 from faback_transformers.attention import NAME, PACKED, AttentionContext, PagedContext, attending
+from faback_transformers.continuous import continuous_batching
 from faback_transformers.drafting import Drafter, PromptLookup
 from faback_transformers.generator import PagedGenerator
 from faback_transformers.layers import layers_of
@@ -26,6 +27,7 @@ __all__ = [
     "Sampling",
     "Stats",
     "attending",
+    "continuous_batching",
     "layers_of",
     "register",
 ]

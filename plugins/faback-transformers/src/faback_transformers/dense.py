@@ -11,11 +11,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from faback import AttentionBackend, AttentionLayer, BackendConfig, BatchError, FabackError, ForwardBatch, Pools
-from faback.builtins import BUILTINS
 from faback.core.layer import LayerKind
 from faback.core.plan import Plan
 from faback.core.registry import Registry
-from faback_transformers import dense_mode
+from faback_transformers import modes
 from faback_transformers.layers import UNSUPPORTED
 from faback_transformers.masks import Sight, recognised
 
@@ -82,7 +81,7 @@ class Server:
         if sight.start is not None:
             starts[:-1] += sight.start
         return ForwardBatch(
-            forward_mode=dense_mode.MODE,
+            forward_mode=modes.DENSE,
             req_pool_indices=each[1:],
             seq_lens=torch.full_like(each[1:], sight.keys) if sight.length is None else sight.length,
             positions=sight.stands,
@@ -134,7 +133,7 @@ class DenseAttention:
             FabackError: an option that faback does not honour, a pass that wants gradients, a dtype or a device that no
                 kernel serves.
         """
-        _refuse(query, key, value, options)
+        refuse(query, key, value, options)
         _check_sizes(query, key, value, mask)
         if mask is not None and (mask.dtype != torch.bool or mask.shape[1] != 1):
             return _by_torch(query, key, value, mask, options)
@@ -169,15 +168,14 @@ class DenseAttention:
         if known not in self._servers:
             config = BackendConfig(context_len=1, dtype=query.dtype, kernels=self._kernels)  # bounds come with batches
             if self._registry is None:
-                self._registry = Registry.load(config, BUILTINS)
-                self._registry.register(dense_mode, "transformers_dense", "faback-transformers")
+                self._registry = modes.registry(config)
             table = torch.zeros((1, 1), dtype=torch.int32, device=query.device)
             pools = Pools(req_to_token=table, kv=NoPool(query.dtype))
             self._servers[known] = Server(AttentionBackend(config, pools, (layer,), registry=self._registry), layer)
         return self._servers[known]
 
 
-def _refuse(query: Tensor, key: Tensor, value: Tensor, options: Mapping[str, Any]) -> None:
+def refuse(query: Tensor, key: Tensor, value: Tensor, options: Mapping[str, Any]) -> None:
     """Raises for what would be ignored."""
     if options.get("dropout"):
         hint = f"Call model.eval(). {ELSEWHERE}"

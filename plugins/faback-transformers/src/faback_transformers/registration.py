@@ -10,6 +10,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from faback_transformers.attention import NAME, PACKED, AttentionContext, attention
+from faback_transformers.continuous import PAGED, ContinuousAttention, offered
 from faback_transformers.dense import DenseAttention
 
 Tensor = torch.Tensor
@@ -57,3 +58,5 @@ def register(kernels: str | Mapping[str, str] = "auto") -> None:
     AttentionMaskInterface.register(NAME, sdpa_mask)
     AttentionInterface.register(PACKED, attention)
     AttentionMaskInterface.register(PACKED, no_mask)
+    if offered():
+        AttentionInterface.register(PAGED, ContinuousAttention(kernels))
