@@ -145,13 +145,19 @@ class AttentionBackend:
         self.current = self._graphs.replay(batch)
         return self.current
 
-    def graphs(self, build: Callable[[ForwardBatch, Workspace], T]) -> Graphs[T]:
-        """Captured plans of another builder, in the memory that this backend's captured plans share."""
+    def graphs(self, build: Callable[[ForwardBatch, Workspace], T], *, apart: bool = False) -> Graphs[T]:
+        """Captured plans of another builder, in the memory that this backend's captured plans share.
+
+        Args:
+            build: makes a plan in a workspace.
+            apart: in memory of their own, for plans that are brought up to date while another one still counts.
+        """
         spec, longest = self.config.speculative, self.config.context_len
         bounds = {"seq_lens": longest, "extend_prefix_lens": longest, "encoder_lens": longest}
         bounds |= {} if spec is None else {"verify_lens": spec.num_draft_tokens}
         fresh = (self._ops, self.device, self._constants)
-        return Graphs(build, lambda kind, arena: kind(*fresh, arena), bounds, self._arena)
+        arena = Arena(self.device) if apart else self._arena
+        return Graphs(build, lambda kind, arena: kind(*fresh, arena), bounds, arena)
 
     def workspace(self) -> Workspace:
         """A fresh eager workspace on this backend's device."""

@@ -19,6 +19,7 @@ from faback.modes.extend import Extend
 from faback.pools import MHAPool
 from graphs.test_simulated import registry
 
+NEW = ([2, 3], [1, 4], [5, 0])
 LAYER = AttentionLayer(layer_id=0, num_q_heads=2, num_kv_heads=1, head_dim=8)
 
 
@@ -125,6 +126,18 @@ def test_sizes_share_their_memory():
     made = backend()
     plans = [made.capture(extend([4] * n, [1] * n)) for n in (2, 1)]
     assert len({plan.steps[0].segment.cu_seqlens_q.data_ptr() for plan in plans}) == 1
+
+
+def test_memory_apart_is_nobody_elses():
+    """Two builders may be up to date at once: what one fills does not undo what the other has filled."""
+    made = backend()
+    graphs = [made.graphs(made.build, apart=apart) for apart in (False, True, True)]
+    for one in graphs:
+        one.capture(extend([5, 9], [2, 3]), {})
+    offsets = [
+        one.replay(extend([7, 3], new)).steps[0].segment.cu_seqlens_q for one, new in zip(graphs, NEW, strict=True)
+    ]
+    assert [found.tolist() for found in offsets] == [[0, 2, 5], [0, 1, 5], [0, 5, 5]]
 
 
 def test_measuring_leaves_state_alone():

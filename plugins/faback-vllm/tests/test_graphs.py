@@ -92,6 +92,15 @@ def test_one_size_may_have_two_graphs():
         world.attend(metadata, common, new)
 
 
+def test_two_graphs_of_one_size_share_no_memory():
+    """One build brings both up to date; vLLM replays either."""
+    world = World(layers(), kernels="poor")
+    static = Static(world)
+    plans = [captured(world, static, 4, 4, most).plan for most in (4, 1)]
+    mixed, decode = ({made.data_ptr() for made, _ in plan.ws._filled.values()} for plan in plans)
+    assert mixed and decode and mixed.isdisjoint(decode)
+
+
 def test_a_batch_in_other_tensors_leaves_the_captured_ones_alone():
     world = World(layers(), kernels="poor")
     static = Static(world)

@@ -33,7 +33,10 @@ class Passes:
     layers: Mapping[str, AttentionLayer]
     pool: BlockPool
     backend: AttentionBackend
-    _captured: dict[tuple[int, int], dict[int, tuple[ForwardBatch, Graphs[Plan]]]] = attrs.field(factory=dict)
+    _graphs: dict[int, Graphs[Plan]] = attrs.field(factory=dict)
+    """By the longest query."""
+    _captured: dict[tuple[int, int], dict[int, ForwardBatch]] = attrs.field(factory=dict)
+    """By requests and tokens, and the longest query."""
 
     @classmethod
     def of(cls, layers: Mapping[str, AttentionLayer], pool: BlockPool, config: BackendConfig) -> Passes:
@@ -46,9 +49,9 @@ class Passes:
         """A plan for a batch. Plans that were captured for its size are brought up to date, and the tightest is it."""
         longest = batch.bound("extend_seq_lens", batch.num_tokens)
         found = None
-        for most, (static, graphs) in sorted(self._captured.get((batch.bs, batch.num_tokens), {}).items()):
+        for most, static in sorted(self._captured.get((batch.bs, batch.num_tokens), {}).items()):
             if most >= longest and _same_tensors(static, batch):
-                plan = graphs.replay(attrs.evolve(batch, bounds=static.bounds))
+                plan = self._graphs[most].replay(attrs.evolve(batch, bounds=static.bounds))
                 found = plan if found is None else found
         return self.backend.build(batch, self.backend.workspace()) if found is None else found
 
@@ -58,13 +61,12 @@ class Passes:
         longest = batch.bounds["extend_seq_lens"]
         bounds = {"extend_seq_lens": longest, "seq_lens": self.backend.config.context_len}
         bounds["seq_lens"] = max(bounds["seq_lens"], batch.bounds["seq_lens"])
-        # One size may be captured twice: for decoding, and for any mixture of as many tokens.
-        graphs: Graphs[Plan] = self.backend.graphs(self.backend.build)
-        plan = graphs.capture(batch, bounds)
-        self._captured.setdefault((batch.bs, batch.num_tokens), {})[longest] = (
-            attrs.evolve(batch, bounds=bounds),
-            graphs,
-        )
+        # One size may be captured twice, for decoding and for any mixture of as many tokens; a build brings both up to
+        # date, so they share no memory.
+        if longest not in self._graphs:
+            self._graphs[longest] = self.backend.graphs(self.backend.build, apart=True)
+        plan = self._graphs[longest].capture(batch, bounds)
+        self._captured.setdefault((batch.bs, batch.num_tokens), {})[longest] = attrs.evolve(batch, bounds=bounds)
         return plan
 
 
