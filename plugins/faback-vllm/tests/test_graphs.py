@@ -99,6 +99,11 @@ def test_two_graphs_of_one_size_share_no_memory():
     plans = [captured(world, static, 4, 4, most).plan for most in (4, 1)]
     mixed, decode = ({made.data_ptr() for made, _ in plan.ws._filled.values()} for plan in plans)
     assert mixed and decode and mixed.isdisjoint(decode)
+    again = captured(world, static, 4, 4, 1).plan
+    other = captured(world, static, 2, 3, 3).plan
+    found = [{made.data_ptr() for made, _ in plan.ws._filled.values()} for plan in (again, other)]
+    assert found[0] == decode, "captured anew, in the same memory"
+    assert found[1] & mixed, "sizes share their memory"
 
 
 def test_a_batch_in_other_tensors_leaves_the_captured_ones_alone():

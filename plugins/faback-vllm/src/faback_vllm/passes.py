@@ -33,10 +33,9 @@ class Passes:
     layers: Mapping[str, AttentionLayer]
     pool: BlockPool
     backend: AttentionBackend
-    _graphs: dict[int, Graphs[Plan]] = attrs.field(factory=dict)
-    """By the longest query."""
+    _graphs: list[Graphs[Plan]] = attrs.field(factory=list)
     _captured: dict[tuple[int, int], dict[int, ForwardBatch]] = attrs.field(factory=dict)
-    """By requests and tokens, and the longest query."""
+    """By requests and tokens, then by the longest query, in the order of `_graphs`."""
 
     @classmethod
     def of(cls, layers: Mapping[str, AttentionLayer], pool: BlockPool, config: BackendConfig) -> Passes:
@@ -48,12 +47,12 @@ class Passes:
     def plan(self, batch: ForwardBatch) -> Plan:
         """A plan for a batch. Plans that were captured for its size are brought up to date, and the tightest is it."""
         longest = batch.bound("extend_seq_lens", batch.num_tokens)
-        found = None
-        for most, static in sorted(self._captured.get((batch.bs, batch.num_tokens), {}).items()):
+        found: dict[int, Plan] = {}
+        known = self._captured.get((batch.bs, batch.num_tokens), {})
+        for graphs, (most, static) in zip(self._graphs, known.items(), strict=False):
             if most >= longest and _same_tensors(static, batch):
-                plan = self._graphs[most].replay(attrs.evolve(batch, bounds=static.bounds))
-                found = plan if found is None else found
-        return self.backend.build(batch, self.backend.workspace()) if found is None else found
+                found[most] = graphs.replay(attrs.evolve(batch, bounds=static.bounds))
+        return found[min(found)] if found else self.backend.build(batch, self.backend.workspace())
 
     def capture(self, batch: ForwardBatch) -> Plan:
         """A plan whose kernels will be recorded in a CUDA graph: for tensors that stay, up to the batch's bounds."""
@@ -62,11 +61,13 @@ class Passes:
         bounds = {"extend_seq_lens": longest, "seq_lens": self.backend.config.context_len}
         bounds["seq_lens"] = max(bounds["seq_lens"], batch.bounds["seq_lens"])
         # One size may be captured twice, for decoding and for any mixture of as many tokens; a build brings both up to
-        # date, so they share no memory.
-        if longest not in self._graphs:
-            self._graphs[longest] = self.backend.graphs(self.backend.build, apart=True)
-        plan = self._graphs[longest].capture(batch, bounds)
-        self._captured.setdefault((batch.bs, batch.num_tokens), {})[longest] = attrs.evolve(batch, bounds=bounds)
+        # date, so these two share no memory. Sizes do.
+        known = self._captured.setdefault((batch.bs, batch.num_tokens), {})
+        known[longest] = attrs.evolve(batch, bounds=bounds)
+        number = list(known).index(longest)
+        if number == len(self._graphs):
+            self._graphs.append(self.backend.graphs(self.backend.build, apart=number > 0))
+        plan = self._graphs[number].capture(batch, bounds)
         return plan
 
 
