@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import count, product
+from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any
 
@@ -31,6 +32,7 @@ from faback.core.pools import Pools
 from faback.core.registry import Registry
 from faback.core.select import Selector
 from faback.testing import MODES, OVERLAYS, CellResult, Options, Scenario, impossible, poor, run_scenario
+from faback.testing.checks import MakeBackend
 
 AUTO = "auto"
 STATUSES = ("equal", "refused", "wrong")
@@ -195,6 +197,7 @@ def command(
         float | None, typer.Option(min=0, help="Instead, random scenarios on all kernels for so many seconds.")
     ] = None,
     fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first wrong cell.")] = False,
+    pictures: Annotated[Path | None, typer.Option(help="A folder for pictures of who saw what in wrong cells.")] = None,
     device: DeviceName = None,
     as_json: AsJson = False,
 ) -> None:
@@ -224,6 +227,10 @@ def command(
     else:
         show(report, main_console())
     if report.counts["wrong"]:
+        from faback.cli.testimony import testimony
+
+        for line in testimony(report, where, registry, pictures):
+            (side_console() if as_json else main_console()).print(Text(line), highlight=False)
         raise typer.Exit(1)
 
 
@@ -258,17 +265,22 @@ def run(
 
 def judge(cell: Cell, device: torch.device, registry: Registry) -> Verdict:
     """Runs one cell."""
-
-    def make(config: BackendConfig, pools: Pools, layers: tuple[AttentionLayer, ...]) -> AttentionBackend:
-        return AttentionBackend(attrs.evolve(config, kernels=cell.kernel), pools, layers, registry=registry)
-
-    scenario = cell.scenario()
-    results = run_scenario(scenario, make, device=device, lse=_has_lse(cell.kernel, device, registry))
+    scenario, lse = cell.scenario(), has_lse(cell.kernel, device, registry)
+    results = run_scenario(scenario, maker(cell.kernel, registry), device=device, lse=lse)
     worst = max(results, key=lambda result: STATUSES.index(result.status))
     return Verdict(cell, worst.status, _reason(worst), str(scenario))
 
 
-def _has_lse(name: str, device: torch.device, registry: Registry) -> bool:
+def maker(kernel: str, registry: Registry) -> MakeBackend:
+    """Backends with a kernel pinned."""
+
+    def make(config: BackendConfig, pools: Pools, layers: tuple[AttentionLayer, ...]) -> AttentionBackend:
+        return AttentionBackend(attrs.evolve(config, kernels=kernel), pools, layers, registry=registry)
+
+    return make
+
+
+def has_lse(name: str, device: torch.device, registry: Registry) -> bool:
     """Whether a kernel can be asked for its log-sum-exp; one that cannot is judged by its output alone."""
     for kernel in registry.kernels(device):
         if kernel.value.name == name and kernel.value.probe(device) is None:

@@ -64,9 +64,11 @@ def report(options: Options, build: Build, runs: Runs, folder: Callable[[], Path
     if not bad:
         return ""
     small = smallest(options, build, runs, like=bad[0])
-    found = runs.failures(build(small))[0]
-    lines = [*map(str, bad), "", "The smallest scenario that fails:", f"  {small}", f"  {found}"]
-    return "\n".join([*lines, *witness(build(small), runs, found, folder)])
+    lines = [*map(str, bad), "", "The smallest scenario that fails:", f"  {small}"]
+    again = runs.failures(build(small))
+    if not again:
+        return "\n".join([*lines, "  It fails at times only: this time it did not."])
+    return "\n".join([*lines, f"  {again[0]}", *witness(build(small), runs, again[0], folder)])
 
 
 def smallest(options: Options, build: Build, runs: Runs, like: CellResult) -> Options:
@@ -89,8 +91,8 @@ def smallest(options: Options, build: Build, runs: Runs, like: CellResult) -> Op
     return _shorter(shrunk(brief, lambda other: judge(other) if other.lengths else ""), judge)
 
 
-def witness(scenario: Scenario, runs: Runs, result: CellResult, folder: Callable[[], Path]) -> list[str]:
-    """Lines on who saw what in a layer that is wrong, with the path of a picture of it."""
+def witness(scenario: Scenario, runs: Runs, result: CellResult, folder: Callable[[], Path] | None) -> list[str]:
+    """Lines on who saw what in a layer that is wrong, with the path of a picture of it; no picture without a folder."""
     if result.status != WRONG or result.layer_id is None or result.step is None:
         return []
     try:
@@ -103,16 +105,18 @@ def witness(scenario: Scenario, runs: Runs, result: CellResult, folder: Callable
         lines.append(f"and {len(complaints) - COMPLAINTS} more rows of q")
     if seen.right:
         lines.append("All see whom they must: the fault is in the numbers.")
+    if folder is None and not os.environ.get(FOLDER_VARIABLE):
+        return lines
     return [*lines, picture(seen, f"pass {result.step}: expected and actual", folder)]
 
 
-def picture(seen: Observation, title: str, folder: Callable[[], Path]) -> str:
+def picture(seen: Observation, title: str, folder: Callable[[], Path] | None) -> str:
     """Draws an observation into a new PNG file; the line that says where, or why not."""
     if not available():
         return "No picture: matplotlib is not installed (pip install faback[docs])."
     given = os.environ.get(FOLDER_VARIABLE)
     try:
-        place = Path(given) if given else folder()
+        place = Path(given) if given else (folder or temporary)()
         place.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=place, prefix="seen-", suffix=".png")
         os.close(handle)

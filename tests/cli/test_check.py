@@ -1,5 +1,6 @@
 import json
 
+import attrs
 import pytest
 import torch
 
@@ -57,6 +58,31 @@ def test_the_command_that_is_printed_runs_the_cell_again(faback_cli, monkeypatch
     assert [found[name] for name in ("kernel", "mode", "overlay", "variant", "page_size", "seed")] == [
         "skewed", "extend", "window", "sinks", 4, 7,
     ]  # fmt: skip
+
+
+class Wide(Reference):
+    """A kernel that sees one key more to the left than a window allows."""
+
+    name, priority = "wide", 1000
+
+    def prepare(self, segment, layer, request, ws):
+        left, right = segment.visibility.window
+        if left is not None:
+            rule = attrs.evolve(segment.visibility, window=(left + 1, right))
+            segment = attrs.evolve(segment, visibility=rule)
+        return super().prepare(segment, layer, request, ws)
+
+
+@pytest.mark.parametrize("as_json", [[], ["--json"]], ids=["text", "json"])
+def test_who_saw_what_is_said_and_drawn(faback_cli, monkeypatch, tmp_path, as_json):
+    stubs.install(monkeypatch, stubs.Point("wide", stubs.Plugin(Wide())))
+    flags = ["--kernel", "wide", "--mode", "extend", "--overlay", "window", "--variant", "float32"]
+    result = faback_cli("check", *flags, "--page-size", 4, "--pictures", tmp_path, "--device", "cpu", *as_json)
+    assert result.exit_code == 1
+    said = result.stderr if as_json else result.stdout
+    (picture,) = tmp_path.iterdir()
+    assert "sees 1 too many" in said and f"Picture: {picture}" in said
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_first_wrong_cell_can_end_it(faback_cli, monkeypatch):

@@ -165,6 +165,13 @@ def test_what_cannot_be_observed_is_said(tmp_path):
     assert "Who saw what could not be found out: ZeroDivisionError" in said
 
 
+def test_what_fails_at_times_is_called_that(monkeypatch, tmp_path):
+    monkeypatch.setattr(failures, "smallest", lambda options, *rest, **named: options)
+    makers = iter([shifted(1), on("reference")])
+    said = report(WINDOWED, made, Runs(lambda *args: next(makers)(*args)), lambda: tmp_path)
+    assert "must see" in said and "fails at times only" in said
+
+
 def test_a_right_scenario_says_nothing():
     assert report(WINDOWED, made, Runs(on("reference")), failures.temporary) == ""
 
