@@ -30,6 +30,8 @@ CASES = {
     "decode": {"rows": DECODE},
     "decode long": {"rows": DECODE, "page": 16, "features": {"slot_map", "int64", "window", "keep"}, **LONG},
     "decode many": {"rows": DECODE, "page": 64, "features": {"softcap", "sinks"}, **FULL},
+    "decode blocks": {"rows": DECODE, "page": 16, "features": {"blocks", "dense", "window"}},
+    "decode blocks apart": {"rows": DECODE, "page": 16, "features": {"blocks_apart", "dense", "sinks"}, **LONG},
     "decode e4m3": {"rows": DECODE, "kv_dtype": E4M3, "features": {"head_scales"}},
     "decode e5m2": {"rows": DECODE, "kv_dtype": E5M2, "features": {"scales"}},
     "decode d256": {"rows": DECODE, "dims": (256, 256)},
@@ -45,6 +47,7 @@ CASES = {
     "extend long": {"rows": [(40, 70)], "features": {"chunk", "raw"}, **FULL, **LONG},
     "deterministic": {"rows": DECODE, "deterministic": True},
     "prefill": {"rows": PREFILL, **FULL},
+    "prefill blocks": {"rows": PREFILL, "page": 16, "features": {"blocks", "dense"}, **FULL},
     "prefill d64": {"rows": PREFILL, "dims": (64, 64), **FULL},
     "prefill d256": {"rows": PREFILL, "dims": (256, 256)},
 }
@@ -63,6 +66,7 @@ SPILLS = {
     "extend": 56,
     "deterministic": 24,
     "prefill": 400,  # sixteen warps with half of the registers each, on purpose
+    "prefill blocks": 400,  # likewise
     "prefill d64": 112,  # likewise
     "prefill d256": 664,
 }
