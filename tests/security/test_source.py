@@ -18,6 +18,7 @@ MODULES = frozenset(
         "cloudpickle",
         "code",
         "codeop",
+        "concurrent",
         "ctypes",
         "dbm",
         "dill",
@@ -60,6 +61,11 @@ DYNAMIC = frozenset({"import_module", "importlib.import_module"})
 
 ALLOWED = {
     ("faback/cli/bench.py", "subprocess"): "asks git for the commit that is measured; fixed words, no shell",
+    (
+        "faback/bench/warm.py",
+        "multiprocessing",
+    ): "hands its own functions and names of cases to processes that it starts",
+    ("faback/bench/warm.py", "concurrent"): "likewise",
     ("faback/cli/__init__.py", "import_module(name)"): "looks for typer and rich, whose names are written there",
     ("faback/cli/doctor.py", "import_module(package)"): "looks for triton, to tell its version",
     ("faback/core/registry.py", "partial(import_module)"): "the modules of faback/builtins.py",
