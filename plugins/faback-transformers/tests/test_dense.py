@@ -223,6 +223,15 @@ def test_keys_in_any_layout(layout, rows):
     torch.testing.assert_close(called(Attention(), q, k, v, mask), wanted.transpose(1, 2), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("shape", [(1, 1, 5, 9), (3, 1, 1, 9), (1, 1, 1, 9), (3, 6, 5, 9), (1, 6, 5, 9)])
+def test_masks_that_are_broadcast(shape):
+    q, k, v = drawn(3, 6, 5, 8), drawn(3, 2, 9, 8), drawn(3, 2, 9, 4)
+    mask = torch.rand(shape, generator=torch.Generator().manual_seed(4)) < 0.5
+    mask[..., 0] = True
+    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    torch.testing.assert_close(called(Attention(), q, k, v, mask), wanted.transpose(1, 2), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("queries", [1, 5, 9, 12])
 @pytest.mark.parametrize("causal", [True, False])
 def test_no_mask_means_what_it_means_to_sdpa(queries, causal):

@@ -1,13 +1,12 @@
 """Continuous batching of Transformers itself, by faback: packed requests, their keys in Transformers' own pages.
 
-Versions up to 5.22 let the attention function of a third party take part: it stores the new keys and values where it is
+Version 5.17 lets the attention function of another package take part: it stores the new keys and values where it is
 told to, and attends. Full-attention layers are read in place. What a sliding layer keeps is a ring that new tokens
 overwrite, so its cache gathers for itself what the pass sees, before it stores what is new.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +16,6 @@ import attrs
 import torch
 import transformers
 from transformers import PreTrainedModel
-from transformers.generation.continuous_batching import PagedAttentionCache
 
 from faback import AttentionBackend, AttentionLayer, BackendConfig, BatchError, FabackError, ForwardBatch, Pools
 from faback.core.layer import LayerKind
@@ -143,7 +141,7 @@ class ContinuousAttention:
         self._layers: WeakKeyDictionary[torch.nn.Module, AttentionLayer] = WeakKeyDictionary()
         self._servers: WeakKeyDictionary[Any, dict[LayerKind, CacheServer]] = WeakKeyDictionary()
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(
         self,
         module: torch.nn.Module,
@@ -163,7 +161,7 @@ class ContinuousAttention:
             key: [1, num_kv_heads, tokens, head_dim], the new tokens only.
             value: likewise.
             attention_mask: not looked at: every query sees what is before it in its request.
-            cache: the `PagedAttentionCache` of the manager.
+            cache: the manager's `PagedAttentionCache`.
             options: "read_index" and "write_index" by group of layers, "cu_seq_lens_q", "cu_seq_lens_k",
                 "max_seqlen_q", "max_seqlen_k", and what the model says: "scaling", "sliding_window" ...
 
@@ -180,27 +178,25 @@ class ContinuousAttention:
         if options.get("block_table") is not None:
             raise BatchError("block_table", wanted="read_index and write_index", got="a table for flash packages")
         refuse(query, key, value, options)
+        q, *new = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
         layer = self._layers.get(module)
         if layer is None:
-            layer = self._layers[module] = describe(
-                module, *(x[0].transpose(0, 1) for x in (query, key, value)), options
-            )
+            layer = self._layers[module] = describe(module, q, new[0], new[1], options)
         server = self._server(cache, layer, query.dtype)
-        index, tokens = layer.layer_id, query.shape[2]
+        index = layer.layer_id
         group, _ = cache.layer_index_to_group_indices[index]
         kind = SLIDING if cache.sliding_windows[index] != 1 else FULL
         in_place = kind == FULL and options["read_index"][group].numel() > 0
-        plan = server.planned(options, group if in_place else None, tokens, kind)
+        plan = server.planned(options, group if in_place else None, q.shape[0], kind)
         k = v = None
         if in_place:
-            for stored, new in zip(server.backend.pools.kv.buffers(layer), (key, value), strict=True):
-                stored.index_copy_(0, options["write_index"][group], new[0].transpose(0, 1))
+            for stored, fresh in zip(server.backend.pools.kv.buffers(layer), new, strict=True):
+                stored.index_copy_(0, options["write_index"][group], fresh)
         else:
             places = {name: options[name] for name in ("read_index", "write_index")}
             k, v = cache.update(key_states=key, value_states=value, layer_idx=index, **places)
-        out = server.backend.forward(
-            query[0].transpose(0, 1), k, v, layer, sinks=options.get("s_aux"), save_kv_cache=False, plan=plan
-        )
+        sinks = options.get("s_aux")
+        out = server.backend.forward(q, k, v, layer, sinks=sinks, save_kv_cache=False, plan=plan)
         return out.unsqueeze(0), None  # type: ignore[union-attr]
 
     def _server(self, cache: Any, layer: AttentionLayer, dtype: torch.dtype) -> CacheServer:
@@ -211,9 +207,11 @@ class ContinuousAttention:
 
 
 def offered() -> bool:
-    """Whether continuous batching of the installed Transformers lets attention functions of third parties take part."""
-    wanted = {"key_states", "value_states", "layer_idx", "read_index", "write_index"}
-    return wanted <= set(inspect.signature(PagedAttentionCache.update).parameters)
+    """Whether continuous batching of the installed Transformers lets attention functions of other packages take part.
+
+    5.17 does. 5.18 keeps what they are given in another form, and from 5.19 on they are refused by name.
+    """
+    return transformers.__version__.split(".")[:2] == ["5", "17"]
 
 
 @contextmanager
@@ -224,8 +222,8 @@ def continuous_batching(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
         FabackError: the installed version of Transformers does not let others attend there.
     """
     if not offered():
-        hint = "Use faback_transformers.PagedGenerator, which batches continuously with any version, or an older one."
-        wanted = "transformers from 5.17 to 5.22"
+        hint = "Use faback_transformers.PagedGenerator, which batches continuously with any version, or that one."
+        wanted = "transformers 5.17"
         what = "continuous batching of Transformers with another package's attention"
         raise FabackError(what, wanted=wanted, got=transformers.__version__, hint=hint)
     before = model.config._attn_implementation

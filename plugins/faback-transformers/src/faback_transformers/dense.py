@@ -121,9 +121,9 @@ class DenseAttention:
             query: [batch, num_q_heads, queries, head_dim].
             key: [batch, num_kv_heads, keys, head_dim], what was cached before included.
             value: [batch, num_kv_heads, keys, v_head_dim].
-            mask: bool [batch, 1, queries, keys], True where the query sees the key. None: without causality all keys;
-                with it (`is_causal` of the call, or else of the module) query j of several sees keys 0 to j. Masks by
-                head and those that are added to the scores are left to PyTorch.
+            mask: bool [batch, 1, queries, keys] or 1 in place of a size, True where the query sees the key. None:
+                without causality all keys; with it (`is_causal` of the call, or else of the module) query j of several
+                sees keys 0 to j. Masks by head and those that are added to the scores are left to PyTorch.
             options: "scaling", "softcap", "s_aux" ... A window is the mask's matter.
 
         Returns:
@@ -157,9 +157,9 @@ class DenseAttention:
             if keys >= queries:  # a static cache is longer than what is in it
                 return Sight(keys=queries)
             return recognised(torch.ones((len(key), queries, keys), dtype=torch.bool, device=key.device).tril())
-        found: Sight | None = self._sights.get(mask)
+        found: Sight | None = self._sights.get(mask)  # type: ignore[no-untyped-call]
         if found is None:
-            found = recognised(mask[:, 0].expand(query.shape[0], -1, -1))
+            found = recognised(mask[:, 0].expand(query.shape[0], queries, keys))
             self._sights[mask] = found
         return found
 
@@ -199,10 +199,10 @@ def _check_sizes(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None)
         raise BatchError("query, key and value", wanted="one batch, and as many keys as values", got=got)
     if mask is None:
         return
-    wanted = [rows, 1, queries, key.shape[2]]
-    broadcast = mask.ndim == 4 and mask.shape[0] in (1, rows) and mask.shape[1] in (1, query.shape[1])
-    if not broadcast or list(mask.shape[2:]) != wanted[2:]:
-        raise BatchError("attention_mask of the attention function", wanted=wanted, got=list(mask.shape))
+    wanted = [rows, query.shape[1], queries, key.shape[2]]
+    if mask.ndim != 4 or any(size not in (1, full) for size, full in zip(mask.shape, wanted, strict=True)):
+        sizes = f"{wanted}, or 1 in place of some"
+        raise BatchError("attention_mask of the attention function", wanted=sizes, got=list(mask.shape))
 
 
 def _layer(

@@ -26,7 +26,7 @@ class Attention:
     def __init__(self, kernels: str | Mapping[str, str] = "auto") -> None:
         self._dense = DenseAttention(kernels)
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(
         self,
         module: torch.nn.Module,
