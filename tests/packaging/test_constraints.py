@@ -25,9 +25,10 @@ def holding(name, python):
 
 def test_everything_that_ci_installs_is_pinned():
     found, missing = pin.closure(CI)
-    assert missing <= set(pin.plugins())  # one of which may not be installed here
     here = f"{sys.version_info.major}.{sys.version_info.minor}"
-    names = [name for name in found if not name.startswith(pin.BY_TORCH)]
+    # What builds the documents is installed after these tests, and a plugin of this repository has no line.
+    named = {*found, *missing} - set(pin.plugins())
+    names = [name for name in named if not name.startswith(pin.BY_TORCH)]
     assert len(names) > 30
     assert [name for name in names if not holding(name, here)] == []
 
