@@ -6,6 +6,9 @@ from collections.abc import Callable
 
 import torch
 from transformers import (
+    AutoModel,
+    BartConfig,
+    BartForConditionalGeneration,
     BertConfig,
     BertModel,
     Gemma2Config,
@@ -21,6 +24,7 @@ from transformers import (
     ModernBertConfig,
     ModernBertModel,
     PreTrainedModel,
+    T5Config,
     WhisperConfig,
     WhisperForConditionalGeneration,
 )
@@ -123,6 +127,21 @@ def whisper() -> PreTrainedModel:
     )
 
 
+def bart() -> PreTrainedModel:
+    sizes = {f"{part}_{what}": n for part in ("encoder", "decoder") for what, n in (("layers", 2), ("ffn_dim", 64))}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    special = dict.fromkeys(("bos_token_id", "eos_token_id", "decoder_start_token_id", "forced_eos_token_id"), 1)
+    return BartForConditionalGeneration(
+        BartConfig(vocab_size=97, d_model=48, init_std=0.3, pad_token_id=0, **sizes, **heads, **special)
+    )
+
+
+def t5(attn_implementation: str) -> PreTrainedModel:
+    """Adds a bias by distance to its scores."""
+    sizes = {"vocab_size": 97, "d_model": 48, "d_kv": 12, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+    return AutoModel.from_config(T5Config(**sizes), attn_implementation=attn_implementation)
+
+
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": llama,
     "five_to_one": lambda: llama(10, 2),
@@ -138,6 +157,7 @@ DENSE: dict[str, Callable[[], PreTrainedModel]] = {
     "bert": bert,
     "modern_bert": modern_bert,
     "whisper": whisper,
+    "bart": bart,
 }
 """Those that are called without a generator, too."""
 

@@ -1,4 +1,4 @@
-"""faback for Transformers: paged attention with continuous batching for any decoder-only model.
+"""faback for Transformers: continuous batching in pages for decoder-only models, and plain attention for any model.
 
 Importing the package registers the attention implementation "faback".
 """
