@@ -147,6 +147,24 @@ def test_encoder_decoder_tokens(models, name, cache):
     assert len(set(map(tuple, tokens["sdpa"]))) == 3, "the test's model does not listen"
 
 
+@pytest.mark.parametrize(("name", "masks"), [("llama", 1), ("gemma3", 2), ("gpt_oss", 2), ("llama4", 2)])
+def test_layers_share_plans(models, watched, name, masks):
+    """Also where layers with different masks take turns."""
+    ids, mask = padded()
+    generated(models(name), "faback", ids, mask)
+    assert len(watched.plans) <= masks * NEW < watched.calls
+
+
+def test_self_and_cross_attention_share_plans(models, watched):
+    model, sound = models("whisper"), torch.randn(3, 8, 40, generator=torch.Generator().manual_seed(1))
+    model.set_attn_implementation("faback")
+    model.generate(sound, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False)
+    assert watched.calls == 2 + 2 * 2 * NEW
+    assert len(watched.plans) <= NEW + 3, (
+        "the encoder's, one of cross-attention to one and to several queries, and one a pass"
+    )
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma3", "llama4", "gpt_oss"])
 def test_a_pass_of_several_tokens_behind_a_cache(models, name):
     ids, mask = padded()

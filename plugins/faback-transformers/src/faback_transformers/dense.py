@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +21,8 @@ from faback_transformers.masks import Sight, recognised
 
 Tensor = torch.Tensor
 
+KEPT = 3
+"""Plans of a kind of layers: a forward pass may alternate between masks, or between self- and cross-attention."""
 ELSEWHERE = 'Use model.set_attn_implementation("sdpa") or "eager".'
 
 
@@ -45,24 +48,22 @@ class NoPool:
         return None
 
 
-@attrs.define(eq=False)
+@attrs.frozen(eq=False)
 class Server:
-    """The backend of layers of one kind, and their last plan: the other layers of a forward pass want the same one.
+    """The backend of layers of one kind, and its last plans: the other layers of a forward pass want the same ones.
 
     Attributes:
         backend: knows the layer alone.
         layer: describes them all.
-        asked: what the plan is for.
-        plan: the last one.
+        plans: by what was asked for, the latest last.
     """
 
     backend: AttentionBackend
     layer: AttentionLayer
-    asked: Any = None
-    plan: Plan | None = None
+    plans: OrderedDict[tuple[Sight, int, int, int], Plan] = attrs.field(factory=OrderedDict)
 
     def planned(self, sight: Sight, rows: int, queries: int, step: int) -> Plan:
-        """The plan of a batch, made where it is not the last one.
+        """The plan of a batch, made where it is not among the last ones.
 
         Args:
             sight: who sees what.
@@ -70,10 +71,12 @@ class Server:
             step: slots from a row's keys to those of the next row.
         """
         asked = sight, rows, queries, step
-        if self.plan is None or asked != self.asked:
-            self.plan = self.backend.plan(self._batch(*asked))
-            self.asked = asked
-        return self.plan
+        if asked not in self.plans:
+            self.plans[asked] = self.backend.plan(self._batch(*asked))
+        self.plans.move_to_end(asked)
+        if len(self.plans) > KEPT:
+            self.plans.popitem(last=False)
+        return self.plans[asked]
 
     def _batch(self, sight: Sight, rows: int, queries: int, step: int) -> ForwardBatch:
         each = torch.arange(rows + 1, dtype=torch.int32, device=self.backend.device)
@@ -176,10 +179,15 @@ class DenseAttention:
 
 
 def refuse(query: Tensor, key: Tensor, value: Tensor, options: Mapping[str, Any]) -> None:
-    """Raises for what would be ignored."""
+    """Raises for what would be ignored, or fail later."""
     if options.get("dropout"):
         hint = f"Call model.eval(). {ELSEWHERE}"
         raise FabackError("dropout of the attention function", wanted="0", got=options["dropout"], hint=hint)
+    if query.is_cuda and torch.cuda.is_current_stream_capturing():
+        hint = "Record graphs with PagedGenerator(model, graphs=True); use_cuda_graph=False leaves them out elsewhere."
+        raise FabackError(
+            "attention of Transformers", wanted="an eager pass", got="a CUDA graph's recording", hint=hint
+        )
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value)):
         hint = f"Run the model under torch.inference_mode() or torch.no_grad(). To train: {ELSEWHERE}"
         what = "attn_implementation='faback', which computes no gradients"

@@ -33,7 +33,7 @@ class PagedGenerator:
     """Serves requests with continuous batching and chunked prefill. A context manager; `close` gives the model back.
 
     Args:
-        model: a decoder-only model of Transformers; its attention implementation is "faback" until `close`.
+        model: a decoder-only model of Transformers; its attention implementation is "faback_packed" until `close`.
         eos_token_ids: tokens that end a request. Say them: models' own settings are not consulted.
         tokenizer: for prompts given as text and for text in events.
         num_pages: pages of the KV pool.
