@@ -363,3 +363,13 @@ def test_a_compiled_model_breaks_its_graph_at_attention(models):
     finally:
         model.to("cpu")
     assert found == wanted
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_a_recording_is_refused():
+    """Before anything of it reads the device, which would end in an error of CUDA's."""
+    x = drawn(2, 2, 3, 64).to("cuda", torch.float16)
+    with pytest.raises(FabackError, match="recording"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        called(Attention(), x, x, x)
+    assert called(Attention(), x, x, x).shape == (2, 3, 2, 64)

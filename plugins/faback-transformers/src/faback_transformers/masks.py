@@ -7,6 +7,7 @@ nobody sees; one that is given the mask has to look at all of it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -58,16 +59,16 @@ def recognised(mask: Tensor) -> Sight:
 
     within, origin = used[:, None, :].expand_as(mask), start[:, None, None]
     causal = within & (key <= place)
-    rules = {
-        "all": within,
-        "causal": causal,
-        "neighbours": within & ((key - query).abs() <= reach),
-        "window": causal & (key > place - widest),
-        "chunk": causal & ((key - origin) // widest == (place - origin) // widest),
+    rules: dict[str, Callable[[], Tensor]] = {  # each as large as the mask, so made one after the other
+        "all": lambda: within,
+        "causal": lambda: causal,
+        "neighbours": lambda: within & (key >= query - reach) & (key <= query + reach),
+        "window": lambda: causal & (key > place - widest),
+        "chunk": lambda: causal & ((key - origin) // widest == (place - origin) // widest),
     }
     facts = [
         (length == torch.where(length > 0, last + 1 - start, 0)).all(),
-        *((rule == mask).all() for rule in rules.values()),
+        *((rule() == mask).all() for rule in rules.values()),
         *(((last[:, None] == at[:, -1]) | (length == 0)[:, None]).all() for at in (place, query[None])),
     ]
     whole, *found = torch.stack([*facts, widest, reach]).tolist()
