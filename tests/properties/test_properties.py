@@ -59,8 +59,9 @@ def test_where_tokens_lie_does_not_matter(story, kernel, page, other, layout):
 def test_the_order_of_requests_does_not_matter(story, kernel, pick):
     order = list(range(len(story.lens)))
     pick.shuffle(order)
-    told = Telling(kernel=kernel, deterministic=True)
-    same(told.tell(story), attrs.evolve(told, order=tuple(order)).tell(story))
+    exact = kernel != "poor"  # which promises no bits
+    told = Telling(kernel=kernel, deterministic=exact)
+    same(told.tell(story), attrs.evolve(told, order=tuple(order)).tell(story), exact)
 
 
 @QUICK
