@@ -14,7 +14,7 @@ from faback_block_sparse.segment import FEATURE, BlockSparseSegment
 UNSUITED = frozenset(
     {
         "non_causal", "window", "window_right", "row_window", "chunk", "keep", "positions", "q_len", "tail", "tree",
-        "tail_only", "sharded", "start", "slot_map", "raw_kv", "dense_table",
+        "tail_only", "sharded", "start", "slot_map", "raw_kv", "dense_table", "block_table",
     }
 )  # fmt: skip
 """What a segment has no longer its own rows with, or a choice knows nothing of."""
