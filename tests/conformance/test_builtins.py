@@ -84,6 +84,12 @@ class TestPeek(ModeConformance):
 # ---- the kits notice
 
 
+@pytest.fixture(autouse=True)
+def pictures(tmp_path, monkeypatch):
+    """What fails on purpose leaves nothing behind."""
+    monkeypatch.setenv("FABACK_PICTURES", str(tmp_path))
+
+
 def run(kit, test, **arguments):
     getattr(kit, test)(**arguments)
 

@@ -71,7 +71,8 @@ class TestDecodeSeesWhatIsNear(NearKit):
 
 
 @pytest.mark.parametrize("kit", [TestExtendSeesWhatIsNear, TestDecodeSeesWhatIsNear])
-def test_blocks_are_left_out_and_missed(kit):
+def test_blocks_are_left_out_and_missed(kit, tmp_path, monkeypatch):
+    monkeypatch.setenv("FABACK_PICTURES", str(tmp_path))
     made = kit()
     made.sees = lambda query, key, layer: True
     with pytest.raises(AssertionError, match="must see"):
