@@ -9,15 +9,13 @@ Where SGLang cannot be imported, the plugin's tests hold its source to that reco
 
 from __future__ import annotations
 
-import argparse
 import ast
-import difflib
-import json
 import sys
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from wheels import run, trees
 
 RECORDED = Path(__file__).parents[2] / "plugins" / "faback-sglang" / "tests" / "contract.json"
 WANTED: Mapping[str, tuple[str, ...]] = {
@@ -57,38 +55,17 @@ WANTED: Mapping[str, tuple[str, ...]] = {
     "sglang.srt.speculative.ragged_verify": ("RaggedVerifyLayout",),
 }
 """Module -> classes, functions and names."""
-FLASH_ATTENTION = "sglang/srt/layers/attention/flashattention_backend.py"
+FLASH_ATTENTION = "sglang.srt.layers.attention.flashattention_backend"
 OWNERS = ("forward_batch", "layer", "model_runner", "spec_info", "get_spec()", "get_exec()", "get_model()")
 OWNERS += ("get_schedule()", "get_memory()", "get_parallel()")
 """What SGLang's own backend reads of these is in the table of the plugin's README."""
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("wheel", type=Path)
-    parser.add_argument("--record", action="store_true", help="write instead of comparing")
-    args = parser.parse_args()
-    found = json.dumps(contract(args.wheel), indent=1) + "\n"
-    if args.record:
-        RECORDED.write_text(found)
-        print(f"recorded in {RECORDED}")
-        return 0
-    before, after = RECORDED.read_text().splitlines(), found.splitlines()
-    differences = list(difflib.unified_diff(before, after, str(RECORDED), str(args.wheel), lineterm=""))
-    print("\n".join(differences) or f"{args.wheel.name} is as recorded")
-    return int(bool(differences))
-
-
 def contract(wheel: Path) -> dict[str, Any]:
     """What is wanted of every module."""
-    modules = {}
-    with zipfile.ZipFile(wheel) as archive:
-        for module, wanted in WANTED.items():
-            stem = module.replace(".", "/")
-            path = next(p for p in (f"{stem}.py", f"{stem}/__init__.py") if p in archive.namelist())
-            modules[module] = described(ast.parse(archive.read(path)), wanted, module)
-        fields = fields_read(ast.parse(archive.read(FLASH_ATTENTION)))
-    return {"distribution": "-".join(wheel.name.split("-")[:2]), "modules": modules, "flash_attention_reads": fields}
+    found = trees(wheel, [*WANTED, FLASH_ATTENTION])
+    modules = {module: described(found[module], wanted, module) for module, wanted in WANTED.items()}
+    return {"modules": modules, "flash_attention_reads": fields_read(found[FLASH_ATTENTION])}
 
 
 def fields_read(tree: ast.Module) -> dict[str, list[str]]:
@@ -163,4 +140,4 @@ def arguments(node: ast.FunctionDef) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(__doc__, RECORDED, contract))

@@ -9,15 +9,13 @@ The plugin's tests take the base classes from there where vLLM cannot be importe
 
 from __future__ import annotations
 
-import argparse
 import ast
-import difflib
-import json
 import sys
-import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from wheels import run, trees
 
 RECORDED = Path(__file__).parents[2] / "plugins" / "faback-vllm" / "tests" / "contract.json"
 WANTED: Mapping[str, tuple[str, ...]] = {
@@ -45,33 +43,10 @@ WANTED: Mapping[str, tuple[str, ...]] = {
 """Module -> classes, functions and constants."""
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("wheel", type=Path)
-    parser.add_argument("--record", action="store_true", help="write instead of comparing")
-    args = parser.parse_args()
-    found = json.dumps(contract(args.wheel), indent=1) + "\n"
-    if args.record:
-        RECORDED.write_text(found)
-        print(f"recorded in {RECORDED}")
-        return 0
-    recorded = RECORDED.read_text()
-    lines = difflib.unified_diff(recorded.splitlines(), found.splitlines(), str(RECORDED), str(args.wheel), lineterm="")
-    differences = list(lines)
-    print("\n".join(differences) if differences else f"{args.wheel.name} is as recorded")
-    return 1 if differences else 0
-
-
 def contract(wheel: Path) -> dict[str, Any]:
     """What is wanted of every module, in the order in which it stands there."""
-    modules = {}
-    with zipfile.ZipFile(wheel) as archive:
-        names = set(archive.namelist())
-        for module, wanted in WANTED.items():
-            path = module.replace(".", "/")
-            path = f"{path}.py" if f"{path}.py" in names else f"{path}/__init__.py"
-            modules[module] = described(ast.parse(archive.read(path)), wanted, module)
-    return {"distribution": "-".join(wheel.name.split("-")[:2]), "modules": modules}
+    found = trees(wheel, WANTED)
+    return {"modules": {module: described(found[module], wanted, module) for module, wanted in WANTED.items()}}
 
 
 def described(tree: ast.Module, wanted: tuple[str, ...], module: str) -> dict[str, Any]:
@@ -132,4 +107,4 @@ def arguments(node: ast.FunctionDef) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(__doc__, RECORDED, contract))

@@ -30,9 +30,10 @@ def register(backend: Enum | str, path: str | None = None) -> None:
 
 
 @pytest.fixture
-def tool():
+def tool(monkeypatch):
     if not TOOL.exists():
         pytest.skip("the repository's tools are not beside the plugin here")
+    monkeypatch.syspath_prepend(str(TOOL.parent))  # as when it runs as a script
     spec = importlib.util.spec_from_file_location("contract_tool", TOOL)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
