@@ -99,14 +99,14 @@ class Launch:
                 forms.append((tensor.dtype, pointer % 16 == 0))
         form = (*forms, *numbers, *[x > WIDEST for x in free])
         compiled = self._compiled.get(form)
+        kernel = self.kernel
         if compiled is None:
-            kernel = self.kernel
             named = {**self.args, **kernel.constants, **kernel.options}
             # An interpreted kernel has no compiled form.
             self._compiled[form] = kernel.function[grid](*tensors, *numbers, *free, **named)
             return
         if not self._rest:
-            names = self.kernel.function.arg_names[len(pointers) + len(numbers) + len(free) :]
-            rest = ({**self.args, **self.kernel.constants}.get(name) for name in names)
+            fixed = {**self.args, **kernel.constants}
+            rest = (fixed.get(name) for name in kernel.function.arg_names[len(pointers) + len(numbers) + len(free) :])
             self._rest = tuple(x.data_ptr() if isinstance(x, torch.Tensor) else x for x in rest)
         compiled[grid](*pointers, *numbers, *free, *self._rest)
