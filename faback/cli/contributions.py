@@ -13,7 +13,7 @@ from rich.console import Console
 from faback.cli.explain import segment_data
 from faback.cli.output import table
 from faback.cli.scenes import Scene
-from faback.core.explain import Stage
+from faback.core.explain import Stage, sizes_of
 from faback.core.layer import AttentionLayer, LayerKind
 from faback.core.registry import Contribution
 from faback.core.segment import Segment
@@ -109,8 +109,7 @@ def _line(role: str, by: Contribution[Any], what: str) -> Line:
 
 def _sizes(segment: Segment) -> str:
     needs = ", ".join(sorted(segment.features()))
-    sizes = f"{segment.rows} rows, up to {segment.max_seqlen_q} queries and {segment.max_kv_len} keys each"
-    return f"{sizes}; needs {needs}" if needs else sizes
+    return f"{sizes_of(segment)}; needs {needs}" if needs else sizes_of(segment)
 
 
 def _changes(before: Stage, after: Stage) -> str:

@@ -67,12 +67,11 @@ class Explanation:
 
     def __str__(self) -> str:
         rule, segment = self.segment.visibility, self.segment
-        sizes = f"{segment.rows} rows, up to {segment.max_seqlen_q} queries and {segment.max_kv_len} keys each"
         needs = ", ".join(sorted(segment.features())) or "nothing special"
         lines = [
             f"mode      {self.mode}",
             f"overlays  {', '.join(self.overlays) or 'none'}",
-            f"segment   {sizes}",
+            f"segment   {sizes_of(segment)}",
             f"sees      causal={rule.causal} window={rule.window} chunk={rule.chunk}; needs {needs}",
             f"kernel    {self.kernel}",
         ]
@@ -81,3 +80,8 @@ class Explanation:
         lines += [f"rejected  {reason}" for reason in self.rejections]
         lines += [f"absent    {name}: {reason}" for name, reason in self.absent.items()]
         return "\n".join(lines)
+
+
+def sizes_of(segment: Segment) -> str:
+    """How large a segment is, in words."""
+    return f"{segment.rows} rows, up to {segment.max_seqlen_q} queries and {segment.max_kv_len} keys each"
