@@ -5,8 +5,8 @@
     python tools/gpu_suite.py check --kernel triton   `faback check` on the GPU, mode by mode and overlay by overlay
     python tools/gpu_suite.py check --page-size 16 --limit 240
 
-Prints every failure whole, and what was run, passed, skipped and cut off. Exits with 1 if anything failed or, within
-the limit, did not end.
+Prints whole what failed or was cut off, and counts what passed and was skipped. Exits with 1 if anything failed or did
+not end within the limit.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ def tests(args: argparse.Namespace, scratch: Path) -> list[Job]:
     """Shares of the tests; a root's own settings hold for its tests, so no process has those of two."""
     chosen = ["-m", "gpu", *(["-k", args.k] if args.k else [])]
     jobs = []
-    projects = [ROOT, *sorted(path.parent for path in ROOT.glob("plugins/*/tests"))]
+    projects = [*sorted(path.parent for path in ROOT.glob("plugins/*/tests")), ROOT]  # the one of most tests last
     for root in (path for path in projects if '"gpu:' in (path / "pyproject.toml").read_text()):
         listing = subprocess.run(
-            [*pytest(), "--collect-only", *chosen, "tests"], cwd=root, capture_output=True, text=True, check=False
+            [*pytest("-q"), "--collect-only", *chosen, "tests"], cwd=root, capture_output=True, text=True, check=False
         )
         if listing.returncode not in (0, 5):  # 5: none collected
             raise SystemExit(f"{root.name} cannot be collected:\n{listing.stdout}{listing.stderr}")
@@ -80,12 +80,12 @@ def tests(args: argparse.Namespace, scratch: Path) -> list[Job]:
         for number, share in enumerate(shares):
             listed = scratch / f"{root.name}-{number}"
             listed.write_text("\n".join(share) + "\n")
-            jobs.append(Job(f"{root.name} {number}", (*pytest(), f"@{listed}"), root))
+            jobs.append(Job(f"{root.name} {number}", (*pytest("-v"), f"@{listed}"), root))
     return jobs
 
 
-def pytest() -> tuple[str, ...]:
-    return sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"
+def pytest(told: str) -> tuple[str, ...]:
+    return sys.executable, "-m", "pytest", told, "-p", "no:cacheprovider"
 
 
 def checks(args: argparse.Namespace) -> list[Job]:
@@ -111,7 +111,7 @@ def run(jobs: Sequence[Job], processes: int, limit: float) -> list[Outcome]:
             result = subprocess.run(
                 job.command,
                 cwd=job.where,
-                env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths()},
+                env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": paths()},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -141,7 +141,7 @@ def report(outcomes: Sequence[Outcome], what: str) -> int:
         for number, word in COUNTS.findall(lines[-1]):
             counts[word] += int(number)
         if outcome.status is None:
-            print(f"== {outcome.job.name}: cut off\n{lines[-1]}")
+            print(f"== {outcome.job.name}: cut off\n{outcome.output}")
         elif outcome.status not in (0, 5):
             print(f"== {outcome.job.name}: exit status {outcome.status}\n{outcome.output}")
         elif what == "check":
