@@ -202,9 +202,11 @@ def capture_all(runners: Sequence[GraphRunner], progress: bool = False) -> Graph
     if any(runner._backend is not backend for runner in runners):
         raise ConfigError("capture_all", wanted="runners of one backend", got="several backends")
     metadata = backend.reserve([runner._static(runner.sizes[-1])[0] for runner in runners], runners[0]._bounds)
-    before, pool = _reserved(runners[0]), None
+    pool = None
     if runners[0]._stream is not None:
+        torch.cuda.empty_cache()  # as recording does, or the difference would be too small
         pool = torch.cuda.graph_pool_handle()
+    before = _reserved(runners[0])
     passes = [(size, runner) for runner in runners for size in runner.sizes]
     recorded: dict[GraphRunner, dict[int, Recorded]] = {runner: {} for runner in runners}
     for size, runner in _shown(sorted(passes, key=lambda item: -item[0]), progress):

@@ -24,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import attrs
+import tomllib
 
 from faback.testing.options import MODES, OVERLAYS, Options, impossible
 
@@ -33,11 +34,12 @@ COUNTS = re.compile(r"(\d+) (passed|failed|error|errors|skipped|xfailed)\b")
 
 @attrs.frozen
 class Job:
-    """One process: a name, a command and where it runs."""
+    """One process: a name, a command, where it runs, and folders of modules besides the checkout's."""
 
     name: str
     command: tuple[str, ...]
     where: Path = ROOT
+    modules: tuple[Path, ...] = ()
 
 
 @attrs.frozen
@@ -80,8 +82,22 @@ def tests(args: argparse.Namespace, scratch: Path) -> list[Job]:
         for number, share in enumerate(shares):
             listed = scratch / f"{root.name}-{number}"
             listed.write_text("\n".join(share) + "\n")
-            jobs.append(Job(f"{root.name} {number}", (*pytest("-v"), f"@{listed}"), root))
+            jobs.append(Job(f"{root.name} {number}", (*pytest("-v"), f"@{listed}"), root, (announced(root, scratch),)))
     return jobs
+
+
+def announced(root: Path, scratch: Path) -> Path:
+    """A folder that makes a project's entry points known as installing it would."""
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    folder = scratch / f"announced-{root.name}"
+    known = folder / f"{project['name'].replace('-', '_')}-0.dist-info"
+    known.mkdir(parents=True, exist_ok=True)
+    (known / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: 0\n")
+    points = [
+        (group, name, at) for group, names in project.get("entry-points", {}).items() for name, at in names.items()
+    ]
+    (known / "entry_points.txt").write_text("".join(f"[{group}]\n{name} = {at}\n" for group, name, at in points))
+    return folder
 
 
 def pytest(told: str) -> tuple[str, ...]:
@@ -111,7 +127,7 @@ def run(jobs: Sequence[Job], processes: int, limit: float) -> list[Outcome]:
             result = subprocess.run(
                 job.command,
                 cwd=job.where,
-                env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": paths()},
+                env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": paths(job.modules)},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -127,9 +143,9 @@ def run(jobs: Sequence[Job], processes: int, limit: float) -> list[Outcome]:
         return list(pool.map(one, jobs))
 
 
-def paths() -> str:
-    """Where Python looks: this checkout, and its plugins where they are not installed."""
-    sources = [str(path) for path in sorted(ROOT.glob("plugins/*/src"))]
+def paths(more: Sequence[Path]) -> str:
+    """Where Python looks: this checkout, its plugins where they are not installed, and more."""
+    sources = [str(path) for path in (*sorted(ROOT.glob("plugins/*/src")), *more)]
     return os.pathsep.join([str(ROOT), *sources, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 

@@ -15,7 +15,7 @@ from faback.core.registry import Registry
 from faback.core.select import Selector
 from faback.testing import Options, Scenario, run_scenario
 from faback.testing.checks import EQUAL, REFUSED
-from faback.testing.fuzz import Finding, fuzz
+from faback.testing.fuzz import DeviceLost, Finding, fuzz
 from faback.testing.late import Replayed
 
 
@@ -47,9 +47,14 @@ class Fuzzing:
                     kind = Replayed if replayed else AttentionBackend
                     return kind(config, pools, layers, registry=self.registry)
 
-                for result in run_scenario(scenario, make, device=self.device, lse="lse" in able):
+                title = f"{kernel.name}{', replayed' if replayed else ''}"
+                try:
+                    results = run_scenario(scenario, make, device=self.device, lse="lse" in able)
+                except RuntimeError as error:
+                    raise DeviceLost(f"{title}: {type(error).__name__}: {error}") from error
+                for result in results:
                     if result.status not in (EQUAL, REFUSED):
-                        return f"{kernel.name}{', replayed' if replayed else ''}: {result}"
+                        return f"{title}: {result}"
                     self.equal += result.status == EQUAL
                     self.refused += result.status == REFUSED
         self.scenarios += 1

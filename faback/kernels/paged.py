@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 import torch
 
+from faback.core.errors import PoolError
 from faback.core.kernel import KernelProvider
 from faback.core.segment import Segment
 from faback.core.workspace import DeviceOps, Workspace
@@ -15,6 +16,8 @@ from faback.core.workspace import DeviceOps, Workspace
 Tensor = torch.Tensor
 
 HALF = frozenset({torch.float16, torch.bfloat16})
+ALIGNMENT = 16
+"""Bytes that these kernels load and store at once: a vector of a head begins at a multiple of them."""
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -140,7 +143,7 @@ class PagedKernel(KernelProvider):
 
         Args:
             prepared: what `prepare` returned.
-            q, out: [tokens, num_q_heads, head_dim], at least one token.
+            q, out: [tokens, num_q_heads, head_dim], at least one token. Heads of these and of k and v are aligned.
             k, v: [pages, page_size, num_kv_heads, head_dim], or [tokens, num_kv_heads, head_dim] of the batch.
             sinks: [num_q_heads] logits.
             wants_lse: whether the log-sum-exp is asked for.
@@ -167,9 +170,35 @@ class PagedKernel(KernelProvider):
         if paged.answered(out, lse):
             return
         tokens = slice(paged.tokens)
-        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        found = self.attend(prepared, q[tokens], paged.pages(k), paged.pages(v), out[tokens], sinks, lse is not None)
+        q, k, v = _realigned(q), self._keys(k, paged), self._keys(v, paged)
+        into = out if _aligned(out) else torch.empty(out.shape, dtype=out.dtype, device=out.device)
+        found = self.attend(prepared, q[tokens], k, v, into[tokens], sinks, lse is not None)
+        if into is not out:
+            out[tokens] = into[tokens]
         if lse is not None:
             assert found is not None
             lse[: found.shape[1]] = found.T
         paged.clear_rest(out, lse, prepared.ops)
+
+    def _keys(self, x: Tensor, paged: Paged) -> Tensor:
+        """Keys or values as `attend` takes them. Raises PoolError for a cache that it cannot read."""
+        if paged.table is None:
+            return _realigned(x)
+        if not _aligned(x):
+            wanted = f"heads that begin at multiples of {ALIGNMENT} bytes"
+            got = f"{x.dtype} of strides {x.stride()} at {x.data_ptr():#x}"
+            raise PoolError(
+                f"cache of {self.name}", wanted=wanted, got=got, hint="The triton kernel takes any strides."
+            )
+        return paged.pages(x)
+
+
+def _aligned(x: Tensor) -> bool:
+    """Whether all its heads, [tokens, heads, dim], can be loaded in vectors."""
+    token, head, one = x.stride()
+    return one == 1 and (x.data_ptr() | token * x.itemsize | head * x.itemsize) % ALIGNMENT == 0
+
+
+def _realigned(x: Tensor) -> Tensor:
+    """The same tensor, or a copy that can be loaded in vectors."""
+    return x if _aligned(x) else x.clone(memory_format=torch.contiguous_format)

@@ -57,6 +57,10 @@ CHOICES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 """Options by name and the values that are drawn, some more often than others."""
 
 
+class DeviceLost(Exception):
+    """A scenario after which the device answers no more, so that nothing smaller can be tried. Its text is why."""
+
+
 @attrs.frozen
 class Finding:
     """Something wrong.
@@ -97,12 +101,15 @@ def fuzz(judge: Judge, *, seconds: float, seed: int, told: Callable[[int], None]
     pick, end, count = random.Random(seed), time.monotonic() + seconds, 0
     while time.monotonic() < end:
         options = drawn(pick)
-        reason = judge(options)
+        try:
+            reason = judge(options)
+            if reason:
+                smallest = shrunk(options, judge)
+                return [Finding(options, smallest, judge(smallest))]
+        except DeviceLost as lost:
+            return [Finding(options, options, str(lost))]
         count += 1
         told(count)
-        if reason:
-            smallest = shrunk(options, judge)
-            return [Finding(options, smallest, judge(smallest))]
     return []
 
 

@@ -7,6 +7,7 @@ from types import ModuleType
 import torch
 
 from faback.kernels import fa2
+from kernels.stubs_fa3 import loadable
 
 VARLEN = (
     "_flash_attn_varlen_forward(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
@@ -76,7 +77,7 @@ def paged(k, v, block_table, row, length):
 def attend(q, k, v, scale, causal, left, right, softcap):
     """q [queries, heads, dim] over k, v [keys, heads, dim]: out, and lse [heads, queries], +inf for seeing nothing."""
     assert q.dtype == k.dtype == v.dtype and q.dtype in (torch.float16, torch.bfloat16)
-    assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
+    assert all(map(loadable, (q, k, v)))
     assert q.shape[-1] == k.shape[-1] == v.shape[-1] <= 256 and q.shape[-1] % 8 == 0
     queries, length = q.shape[0], k.shape[0]
     k, v = (x.double().repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))

@@ -25,6 +25,12 @@ METADATA = (
 )
 
 
+def loadable(x):
+    """Whether every head can be loaded 16 bytes at a time."""
+    *strides, last = x.stride()
+    return last == 1 and all(number % 16 == 0 for number in (x.data_ptr(), *(n * x.itemsize for n in strides)))
+
+
 def scheduler_metadata(batch_size, max_seqlen_q, *sizes, **given):
     """As long as the real one, and a fingerprint of the lengths that it was made from."""
     seqused_k = sizes[6]
@@ -43,7 +49,7 @@ def fwd(
 ):  # fmt: skip
     """Rows of queries against pages, or against packed keys; tokens of no row are left as they are."""
     assert q.dtype == k.dtype == v.dtype and q.dtype in (torch.float16, torch.bfloat16)
-    assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
+    assert all(map(loadable, (q, k, v, out)))
     assert softcap == 0 and k.shape[-1] == v.shape[-1] == q.shape[-1] and q.shape[-1] % 8 == 0
     assert cu_seqlens_q.dtype == torch.int32 and seqused_k.dtype == torch.int32
     assert (page_table is None) != (cu_seqlens_k is None)

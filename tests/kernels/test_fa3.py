@@ -9,11 +9,12 @@ import attrs
 import pytest
 import torch
 
-from faback import AttentionBackend, hookimpl
+from faback import AttentionBackend, AttentionLayer, BackendConfig, ForwardBatch, PoolError, Pools, hookimpl
 from faback.builtins import BUILTINS
 from faback.core.registry import Registry
 from faback.kernels import fa3
 from faback.kernels.fa3 import Build, FlashAttention3
+from faback.pools import MHAPool
 from faback.testing import MODES, OVERLAYS, Options, Scenario, impossible, run_scenario
 from faback.testing.conformance import KernelConformance
 from faback.testing.late import Replayed
@@ -107,6 +108,28 @@ def test_what_the_build_cannot_is_refused_with_the_reason(options, words):
     scenario = Scenario.make(mode="decode", **{"dtype": torch.bfloat16, "head_dim": 16, **options})
     (result,) = run_scenario(scenario, on_stub(OnCPU()))
     assert result.status == "refused" and words in result.reason
+
+
+class Shifted(MHAPool):
+    """Heads that begin 2 bytes behind a multiple of 16."""
+
+    def buffers(self, layer):
+        wide = torch.zeros(2, self.num_slots, 2, 24, dtype=torch.bfloat16)
+        return tuple(wide[..., 1:17])
+
+
+def test_a_cache_that_cannot_be_loaded_in_vectors_is_refused():
+    layer = AttentionLayer(layer_id=0, num_q_heads=4, num_kv_heads=2, head_dim=16)
+    pool = Shifted(num_pages=5, page_size=4, layers=[layer], dtype=torch.bfloat16, device="cpu")
+    pools = Pools(req_to_token=torch.arange(24, dtype=torch.int32).view(3, 8), kv=pool)
+    backend = on_stub(OnCPU())(BackendConfig(context_len=8, dtype=torch.bfloat16), pools, (layer,))
+    slots = torch.tensor([9, 17])
+    lens = torch.tensor([2, 2])
+    backend.plan(
+        ForwardBatch(forward_mode="decode", req_pool_indices=torch.tensor([1, 2]), seq_lens=lens, out_cache_loc=slots)
+    )
+    with pytest.raises(PoolError, match="begin at multiples of 16 bytes.*takes any strides"):
+        backend.forward(torch.zeros(2, 4, 16, dtype=torch.bfloat16), None, None, layer, save_kv_cache=False)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ CELLS = [
 
 def varlen(q, k, v, *, learnable_sink, return_lse, page_table, window_size, causal, softcap, max_seqlen_k, **given):
     """As the package describes its function, by the stand-in for FlashAttention 3."""
-    assert q.is_contiguous() and max_seqlen_k > 0 and softcap == 0
+    assert q.is_contiguous() and all(map(stubs_fa3.loadable, (q, k, v))) and max_seqlen_k > 0 and softcap == 0
     assert window_size == (None, None) or not causal or window_size[1] == 0
     left, right = (-1 if bound is None else bound for bound in window_size)
     out = torch.full((*q.shape[:2], v.shape[-1]), torch.nan, dtype=q.dtype)

@@ -9,7 +9,7 @@ import sys
 import attrs
 
 from faback.testing import MODES, OVERLAYS, Options, Scenario, impossible
-from faback.testing.fuzz import CHOICES, Finding, drawn, fuzz, shrunk
+from faback.testing.fuzz import CHOICES, DeviceLost, Finding, drawn, fuzz, shrunk
 
 
 def test_what_is_drawn_means_something_and_covers_everything():
@@ -55,6 +55,17 @@ def test_nothing_is_found_where_nothing_is_wrong():
     counted = []
     assert fuzz(lambda options: "", seconds=0.2, seed=0, told=counted.append) == []
     assert counted == list(range(1, len(counted) + 1)) and counted
+
+
+def test_a_device_that_is_lost_ends_it_and_the_scenario_is_told():
+    def judge(options):
+        if options.sinks:
+            raise DeviceLost("stub: misaligned address")
+        return ""
+
+    (found,) = fuzz(judge, seconds=60, seed=0)
+    assert found.options == found.smallest and found.smallest.sinks
+    assert found.reason == "stub: misaligned address" and "sinks=True" in found.script("stub")
 
 
 def test_shrinking_stops_at_what_means_nothing():

@@ -115,13 +115,18 @@ def test_outputs_equal_transformers(models, watched, name, side):
     assert len(watched.plans) <= kinds, "one plan per rule and pass"
 
 
+def skip_what_transformers_cannot(name, cache):
+    """5.17 passes an argument to the masks of chunked layers that they do not take."""
+    chunked = signature(create_chunked_causal_mask).parameters
+    if (name, cache) == ("llama4", "static") and "block_sequence_ids" not in chunked:
+        pytest.skip("this version of Transformers makes no masks for chunked layers with a static cache")
+
+
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize(("name", "side"), PADDED)
 def test_tokens_equal_transformers(models, name, side, cache):
     """Prompts padded on the right leave holes between keys, which only a mask can tell."""
-    chunked = signature(create_chunked_causal_mask).parameters
-    if (name, cache) == ("llama4", "static") and "block_sequence_ids" not in chunked:
-        pytest.skip("this version of Transformers makes no masks for chunked layers with a static cache")
+    skip_what_transformers_cannot(name, cache)
     ids, mask = padded(side)
     options = {"cache_implementation": "static"} if cache == "static" else {}
     wanted = generated(models(name), reference(name), ids, mask, **options)
@@ -319,6 +324,7 @@ def test_what_would_be_ignored_is_refused(models):
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize(("name", "side"), PADDED)
 def test_on_a_gpu(models, name, side, cache):
+    skip_what_transformers_cannot(name, cache)
     ids, mask = padded(side)
     options = {"cache_implementation": "static", "disable_compile": True} if cache == "static" else {}
     model = models(name)
