@@ -146,7 +146,7 @@ class FlashAttention3(PagedKernel):
         )
         found: Tensor = lse
         if sinks is not None and not own:
-            prepared.ops.merge([out.clone()], [found.T.contiguous()], out, None, sinks)
+            prepared.add_sinks(out, found, sinks)
         return found
 
     def _schedule(self, paged: Paged, layer: LayerKind, dtype: torch.dtype, ws: Workspace) -> Tensor:

@@ -97,9 +97,12 @@ class FlashAttention4(PagedKernel):
     ) -> Tensor | None:
         from flash_attn.cute import flash_attn_varlen_func
 
-        options = {"learnable_sink": sinks, "return_lse": wants_lse, **prepared.arguments}
+        inside = None if wants_lse else sinks  # the package's log-sum-exp would count them
+        options = {"learnable_sink": inside, "return_lse": wants_lse, **prepared.arguments}
         found, lse = flash_attn_varlen_func(q.contiguous(), k, v, **options)
         out.copy_(found)
+        if wants_lse and sinks is not None:
+            prepared.add_sinks(out, lse, sinks)
         return lse  # type: ignore[no-any-return]
 
 

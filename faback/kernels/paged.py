@@ -131,6 +131,10 @@ class Prepared:
     arguments: dict[str, Any]
     ops: DeviceOps
 
+    def add_sinks(self, out: Tensor, lse: Tensor, sinks: Tensor) -> None:
+        """Takes sinks [heads], natural logits, into out [tokens, heads, dim] whose lse [heads, tokens] has none."""
+        self.ops.merge([out.clone()], [lse.T.contiguous()], out, None, sinks)
+
 
 class PagedKernel(KernelProvider):
     """A kernel that reads page tables, or the keys of the batch, with one function of a package."""

@@ -28,7 +28,7 @@ CELLS = [
 
 
 def varlen(q, k, v, *, learnable_sink, return_lse, page_table, window_size, causal, softcap, max_seqlen_k, **given):
-    """As the package describes its function, by the stand-in for FlashAttention 3."""
+    """As the package describes its function, by the stand-in for FlashAttention 3; sinks enter the log-sum-exp."""
     assert q.is_contiguous() and all(map(stubs_fa3.loadable, (q, k, v))) and max_seqlen_k > 0 and softcap == 0
     assert window_size == (None, None) or not causal or window_size[1] == 0
     left, right = (-1 if bound is None else bound for bound in window_size)
@@ -36,6 +36,8 @@ def varlen(q, k, v, *, learnable_sink, return_lse, page_table, window_size, caus
     sides = {"window_size_left": left, "window_size_right": right, "is_causal": causal}
     sides["sink_dtypes"] = (torch.float32, torch.bfloat16, torch.float16)
     _, lse, *_ = stubs_fa3.fwd(q, k, v, out=out, page_table=page_table, sinks=learnable_sink, **sides, **given)
+    if learnable_sink is not None:
+        lse = torch.logaddexp(lse, learnable_sink.float()[:, None])
     return out, lse if return_lse else None
 
 
