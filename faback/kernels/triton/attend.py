@@ -100,7 +100,7 @@ def tail_per_query(
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=INDEX_TENSORS)
 def attend(
     q, k, v, out, lse, sinks, k_scale, v_scale,
-    K_PER_HEAD: tl.constexpr, V_PER_HEAD: tl.constexpr,
+    K_PER_HEAD: tl.constexpr, V_PER_HEAD: tl.constexpr, FAR_HEADS: tl.constexpr,
     q_token, q_head, k_slot, k_head, v_slot, v_head, o_token, o_head, lse_token,
     k_factor, v_factor,
     cu_seqlens_q, q_len, kv_len, positions,
@@ -225,7 +225,8 @@ def attend(
         key_scale = tl.load(k_scale + head * K_PER_HEAD)
     if v_scale is not None:
         value_scale = tl.load(v_scale + head * V_PER_HEAD)
-    k_base, v_base = k + head.to(tl.int64) * k_head, v + head.to(tl.int64) * v_head
+    far = head.to(tl.int64) if FAR_HEADS else head
+    k_base, v_base = k + far * k_head, v + far * v_head
     factor = LOG2E if HAS_SOFTCAP else scale * key_scale * LOG2E
     columns = tl.arange(0, BLOCK_N)
     # Slots are looked up a tile ahead, by hand: as part of the pipeline they would cost keys and values a stage.

@@ -14,7 +14,7 @@ from faback.core.kernel import Capabilities, KernelProvider, KernelRequest, Reje
 from faback.core.layer import LayerKind
 from faback.core.segment import FEATURES, KVView, Segment
 from faback.core.workspace import Workspace
-from faback.kernels.triton.launch import Grid, Kernel, Launch
+from faback.kernels.triton.launch import WIDEST, Grid, Kernel, Launch
 from faback.kernels.triton.tiles import Shape, Tile, pick, power_of_two
 
 Tensor = torch.Tensor
@@ -154,7 +154,9 @@ class TritonAttention(KernelProvider):
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         scales, flags, factors = scale_args(k_scale, v_scale)
         strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *out.stride()[:2])
-        numbers = (*flags, *strides, 0 if lse is None else lse.stride(0))
+        # Where it is not needed, 64-bit arithmetic costs 8-bit caches a tenth: ptxas schedules another loop.
+        far = max(k.stride(1), v.stride(1)) * k.shape[1] > WIDEST
+        numbers = (*flags, far, *strides, 0 if lse is None else lse.stride(0))
         for grid, launch in prepared.launches:
             launch(grid, (q, k, v, out, lse, sinks, *scales), numbers, factors)
         if out.shape[0] > prepared.tokens:
