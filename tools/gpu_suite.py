@@ -29,7 +29,7 @@ import tomllib
 from faback.testing.options import MODES, OVERLAYS, Options, impossible
 
 ROOT = Path(__file__).parents[1]
-COUNTS = re.compile(r"(\d+) (passed|failed|error|errors|skipped|xfailed)\b")
+COUNTS = re.compile(r"(\d+) (passed|failed|errors?|skipped|xfailed|equal|refused|wrong)\b")
 
 
 @attrs.frozen
@@ -50,6 +50,14 @@ class Outcome:
     status: int | None
     output: str
 
+    @property
+    def ended_well(self) -> bool:
+        return self.status in (0, 5)  # 5: pytest had nothing to run
+
+    @property
+    def last_line(self) -> str:
+        return self.output.strip().rpartition("\n")[2] or "no output"
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -63,7 +71,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         jobs = tests(args, Path(scratch)) if args.what == "tests" else checks(args)
         outcomes = run(jobs, args.processes, args.limit)
-    return report(outcomes, args.what)
+    return report(outcomes)
 
 
 def tests(args: argparse.Namespace, scratch: Path) -> list[Job]:
@@ -118,29 +126,35 @@ def checks(args: argparse.Namespace) -> list[Job]:
 
 
 def run(jobs: Sequence[Job], processes: int, limit: float) -> list[Outcome]:
-    """All jobs, some at once, until the limit."""
+    """All jobs, some at once, until the limit; says how each ended when it does."""
     end = time.monotonic() + limit
 
     def one(job: Job) -> Outcome:
-        try:
-            left = max(0.0, end - time.monotonic())
-            result = subprocess.run(
-                job.command,
-                cwd=job.where,
-                env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": paths(job.modules)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                timeout=left,
-                check=False,
-            )
-        except subprocess.TimeoutExpired as error:
-            output = error.stdout or b""
-            return Outcome(job, None, output.decode() if isinstance(output, bytes) else output)
-        return Outcome(job, result.returncode, result.stdout)
+        outcome = finished(job, max(0.0, end - time.monotonic()))
+        print(told(outcome), flush=True)
+        return outcome
 
     with ThreadPoolExecutor(processes) as pool:
         return list(pool.map(one, jobs))
+
+
+def finished(job: Job, seconds: float) -> Outcome:
+    """Runs a job for so long at most."""
+    try:
+        result = subprocess.run(
+            job.command,
+            cwd=job.where,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": paths(job.modules)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=seconds,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        output = error.stdout or b""
+        return Outcome(job, None, output.decode() if isinstance(output, bytes) else output)
+    return Outcome(job, result.returncode, result.stdout)
 
 
 def paths(more: Sequence[Path]) -> str:
@@ -149,23 +163,24 @@ def paths(more: Sequence[Path]) -> str:
     return os.pathsep.join([str(ROOT), *sources, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
-def report(outcomes: Sequence[Outcome], what: str) -> int:
-    """Prints what happened; 1 unless all is well."""
+def told(outcome: Outcome) -> str:
+    """A line if all is well, otherwise all that the job printed."""
+    if outcome.ended_well:
+        return f"{outcome.job.name}: {outcome.last_line}"
+    how = "cut off" if outcome.status is None else f"exit status {outcome.status}"
+    return f"== {outcome.job.name}: {how}\n{outcome.output}"
+
+
+def report(outcomes: Sequence[Outcome]) -> int:
+    """Prints the sums; 1 unless all is well."""
     counts: Counter[str] = Counter()
     for outcome in outcomes:
-        lines = outcome.output.strip().splitlines() or ["no output"]
-        for number, word in COUNTS.findall(lines[-1]):
+        for number, word in COUNTS.findall(outcome.last_line):
             counts[word] += int(number)
-        if outcome.status is None:
-            print(f"== {outcome.job.name}: cut off\n{outcome.output}")
-        elif outcome.status not in (0, 5):
-            print(f"== {outcome.job.name}: exit status {outcome.status}\n{outcome.output}")
-        elif what == "check":
-            print(f"{outcome.job.name}: {lines[-1]}")
     cut = sum(outcome.status is None for outcome in outcomes)
-    bad = sum(outcome.status not in (0, 5, None) for outcome in outcomes)
-    told = ", ".join(f"{number} {word}" for word, number in sorted(counts.items()))
-    print(f"{len(outcomes)} processes: {bad} failed, {cut} cut off. {told}")
+    bad = sum(not outcome.ended_well for outcome in outcomes) - cut
+    sums = ", ".join(f"{number} {word}" for word, number in sorted(counts.items()))
+    print(f"{len(outcomes)} processes: {bad} failed, {cut} cut off. {sums}")
     return int(bool(bad or cut))
 
 
