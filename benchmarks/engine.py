@@ -296,17 +296,16 @@ def main(line: Sequence[str] | None = None) -> None:
     """Measures, prints, and writes a report."""
     args = arguments(line)
     torch.backends.cuda.matmul.allow_tf32 = False
-    rows = []
+    gpu = environment(args.commit) if torch.cuda.is_available() else {"gpu": None}
+    report: dict[str, Any] = gpu | {"transformers": transformers.__version__, "suite": "engine", "rows": []}
     for name in args.model or ("llama-3-8b", "gemma-3-4b"):
         for row in measure(name, args):
             print(row, flush=True)
-            rows.append(row)
+            report["rows"].append(row)
+            if args.json:  # after each row: the slow ways come last
+                args.json.write_text(json.dumps(report, indent=1) + "\n")
         gc.collect()
         torch.cuda.empty_cache()
-    if args.json:
-        gpu = environment(args.commit) if torch.cuda.is_available() else {"gpu": None}
-        report = gpu | {"transformers": transformers.__version__, "suite": "engine", "rows": rows}
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

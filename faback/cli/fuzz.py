@@ -18,6 +18,9 @@ from faback.testing.checks import EQUAL, REFUSED
 from faback.testing.fuzz import DeviceLost, Finding, fuzz
 from faback.testing.late import Replayed
 
+ON_GPU = 12
+"""How often a scenario is told with other sizes where kernels are compiled for it."""
+
 
 @attrs.define
 class Fuzzing:
@@ -64,7 +67,7 @@ class Fuzzing:
 def run(seconds: float, seed: int, device: torch.device, registry: Registry, console: Console) -> list[Finding]:
     """Fuzzes, and says what was seen: how much, and for each finding its smallest scenario as a script."""
     fuzzing, start = Fuzzing(device, registry), time.perf_counter()
-    found = fuzz(fuzzing.judge, seconds=seconds, seed=seed)
+    found = fuzz(fuzzing.judge, seconds=seconds, seed=seed, each=1 if device.type == "cpu" else ON_GPU)
     for finding in found:
         kernel = finding.reason.split(":")[0].split(",")[0]
         console.print(Text(f"wrong: {finding.reason}", style="bold red"))

@@ -55,6 +55,8 @@ CHOICES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     }
 )
 """Options by name and the values that are drawn, some more often than others."""
+SIZES = ("max_len", "padded_tokens", "tails")
+"""Those of them, besides the seed, that kernels are not compiled for."""
 
 
 class DeviceLost(Exception):
@@ -89,18 +91,23 @@ class Finding:
         )
 
 
-def fuzz(judge: Judge, *, seconds: float, seed: int, told: Callable[[int], None] = lambda count: None) -> list[Finding]:
+def fuzz(
+    judge: Judge, *, seconds: float, seed: int, each: int = 1, told: Callable[[int], None] = lambda count: None
+) -> list[Finding]:
     """Draws and judges until the time is over; stops at the first finding, shrunk.
 
     Args:
         judge: runs a scenario.
         seconds: how long.
         seed: of everything that is drawn.
+        each: how often a scenario is told with other sizes before another is drawn. Where kernels are compiled, that
+            takes most of the time, and these need no others.
         told: called with the number of scenarios so far.
     """
-    pick, end, count = random.Random(seed), time.monotonic() + seconds, 0
-    while time.monotonic() < end:
-        options = drawn(pick)
+    end, drawings = time.monotonic() + seconds, _drawings(random.Random(seed), each)
+    for count, options in enumerate(drawings, 1):
+        if time.monotonic() >= end:
+            break
         try:
             reason = judge(options)
             if reason:
@@ -108,9 +115,20 @@ def fuzz(judge: Judge, *, seconds: float, seed: int, told: Callable[[int], None]
                 return [Finding(options, smallest, judge(smallest))]
         except DeviceLost as lost:
             return [Finding(options, options, str(lost))]
-        count += 1
         told(count)
     return []
+
+
+def _drawings(pick: random.Random, each: int) -> Iterator[Options]:
+    """Options without end."""
+    while True:
+        options = drawn(pick)
+        yield options
+        for _ in range(each - 1):
+            sizes: dict[str, Any] = {name: pick.choice(CHOICES[name]) for name in SIZES}
+            other = attrs.evolve(options, seed=pick.randrange(1 << 20), **sizes)
+            if impossible(other) is None:
+                yield other
 
 
 def drawn(pick: random.Random) -> Options:

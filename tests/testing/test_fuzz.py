@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import sys
 import attrs
 
 from faback.testing import MODES, OVERLAYS, Options, Scenario, impossible
-from faback.testing.fuzz import CHOICES, DeviceLost, Finding, drawn, fuzz, shrunk
+from faback.testing.fuzz import CHOICES, SIZES, DeviceLost, Finding, drawn, fuzz, shrunk
 
 
 def test_what_is_drawn_means_something_and_covers_everything():
@@ -66,6 +67,16 @@ def test_a_device_that_is_lost_ends_it_and_the_scenario_is_told():
     (found,) = fuzz(judge, seconds=60, seed=0)
     assert found.options == found.smallest and found.smallest.sinks
     assert found.reason == "stub: misaligned address" and "sinks=True" in found.script("stub")
+
+
+def test_other_sizes_of_a_scenario_come_before_another():
+    seen = []
+    fuzz(lambda options: seen.append(options) or ("stop" if len(seen) == 60 else ""), seconds=60, seed=5, each=6)
+    sizes = {f.name: f.default for f in attrs.fields(Options) if f.name in ("seed", *SIZES)}
+    kinds = [attrs.evolve(options, **sizes) for options in seen[:60]]
+    runs = [len(list(group)) for _, group in itertools.groupby(kinds)]
+    assert max(runs) == 6 and len(runs) >= 10
+    assert len({options.seed for options in seen[:60]}) == 60
 
 
 def test_shrinking_stops_at_what_means_nothing():

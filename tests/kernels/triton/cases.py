@@ -98,15 +98,23 @@ class Case:
 
     def check(self, kernel: KernelProvider, ws: EagerWorkspace | None = None, *, deterministic: bool = False) -> None:
         """The kernel is as near to float64 as plain torch in q's dtype is, times a small factor."""
+        self.judge(*self.run(kernel, ws, deterministic=deterministic))
+
+    def judge(self, *found: Tensor) -> None:
+        """Likewise of an out and an LSE."""
         wanted = self.run(Reference(torch.float64), dtype=torch.float64)
         plain = self.run(Reference(self.q.dtype))
-        found = self.run(kernel, ws, deterministic=deterministic)
         for name, got, exact, rough in zip(("out", "lse"), found, wanted, plain, strict=True):
             finite = exact.isfinite()
             assert torch.equal(got.isfinite(), finite), f"{name} is finite where it must not be, or not: {self.name}"
             allowed = FACTOR * largest(rough, exact, finite) + FLOOR[self.q.dtype] * size(exact, finite)
             error = largest(got, exact, finite)
             assert error <= allowed, f"{name} off by {error:.3g}, allowed {allowed:.3g}: {self.name}"
+
+    def on_cpu(self) -> Case:
+        """The same call of copies on the CPU."""
+        found: Case = _on_cpu(self)
+        return found
 
     def alone(self, row: int) -> Case:
         """A row without tail as the only one."""
@@ -128,6 +136,15 @@ class Case:
             visibility=attrs.evolve(rule, keep=mine(rule.keep), row_window=mine(rule.row_window)),
         )
         return attrs.evolve(self, segment=only, q=self.q[start:end])
+
+
+def _on_cpu(value: Any) -> Any:
+    """A copy, tensors within attrs classes included."""
+    if isinstance(value, Tensor):
+        return value.cpu()
+    if not attrs.has(type(value)):
+        return value
+    return attrs.evolve(value, **{f.name: _on_cpu(getattr(value, f.name)) for f in attrs.fields(type(value)) if f.init})
 
 
 def size(exact: Tensor, finite: Tensor) -> float:
