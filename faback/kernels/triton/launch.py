@@ -2,7 +2,7 @@
 
 For every launch Triton works out which compiled form fits the arguments, which takes several times as long as the
 launch itself. What it looks at hardly changes from layer to layer, or from plan to plan. Compiled forms take pointers
-as plain numbers, which spares them to ask the driver about every tensor.
+as plain numbers, which spares them to ask the driver about every tensor, and go straight to their launcher.
 """
 
 from __future__ import annotations
@@ -59,6 +59,48 @@ class Kernel:
         return Launch(self, args, self._compiled.setdefault(tuple(form), {}))
 
 
+@attrs.frozen(eq=False)
+class Compiled:
+    """A compiled form, launched as Triton does, without what it prepares for profilers where none listens.
+
+    Attributes:
+        form: what Triton compiled.
+        run, function, metadata: its launcher, and what that is given of the kernel.
+        before, after: those that listen to launches.
+        driver: knows the current device and stream.
+    """
+
+    form: Any
+    run: Any
+    function: Any
+    metadata: Any
+    before: list[Any]
+    after: list[Any]
+    driver: Any
+
+    @classmethod
+    def of(cls, form: Any) -> Any:
+        """As above where this version of Triton tells who listens, else its own way; None for an interpreted kernel."""
+        import triton
+
+        if form is None:
+            return None
+        runtime = getattr(getattr(triton, "knobs", None), "runtime", None)
+        hooks = [getattr(runtime, f"launch_{when}_hook", None) for when in ("enter", "exit")]
+        if not all(hasattr(hook, "calls") for hook in hooks):
+            return lambda grid, *args: form[grid](*args)
+        before, after = (hook.calls for hook in hooks if hook is not None)
+        return cls(form, form.run, form.function, form.packed_metadata, before, after, triton.runtime.driver)
+
+    def __call__(self, grid: Grid, *args: Any) -> None:
+        if self.before or self.after:
+            self.form[grid](*args)
+            return
+        gpu = self.driver.active
+        stream = gpu.get_current_stream(gpu.get_current_device())
+        self.run(*grid, stream, self.function, self.metadata, None, None, None, *args)
+
+
 @attrs.define(eq=False)
 class Launch:
     """A kernel whose last arguments are fixed.
@@ -88,25 +130,26 @@ class Launch:
             numbers: told apart by value, constants among them.
             free: numbers that the kernel is not specialised on.
         """
-        pointers, forms = list[int | None](), list[Any]()
+        pointers, kinds, low = list[int | None](), list[Any](), 0
         for tensor in tensors:
             if tensor is None:
                 pointers.append(None)
-                forms.append(None)
+                kinds.append(None)
             else:
                 pointer = tensor.data_ptr()
+                low |= pointer
                 pointers.append(pointer)
-                forms.append((tensor.dtype, pointer % 16 == 0))
-        form = (*forms, *numbers, *[x > WIDEST for x in free])
+                kinds.append(tensor.dtype)
+        aligned = low % 16 == 0 or tuple(pointer is None or pointer % 16 == 0 for pointer in pointers)
+        form = (aligned, *kinds, *numbers, *[x > WIDEST for x in free])
         compiled = self._compiled.get(form)
-        kernel = self.kernel
         if compiled is None:
-            named = {**self.args, **kernel.constants, **kernel.options}
+            named = {**self.args, **self.kernel.constants, **self.kernel.options}
             # An interpreted kernel has no compiled form.
-            self._compiled[form] = kernel.function[grid](*tensors, *numbers, *free, **named)
+            self._compiled[form] = Compiled.of(self.kernel.function[grid](*tensors, *numbers, *free, **named))
             return
         if not self._rest:
-            fixed = {**self.args, **kernel.constants}
-            rest = (fixed.get(name) for name in kernel.function.arg_names[len(pointers) + len(numbers) + len(free) :])
-            self._rest = tuple(x.data_ptr() if isinstance(x, torch.Tensor) else x for x in rest)
-        compiled[grid](*pointers, *numbers, *free, *self._rest)
+            fixed = {**self.args, **self.kernel.constants}
+            names = self.kernel.function.arg_names[len(pointers) + len(numbers) + len(free) :]
+            self._rest = tuple(x.data_ptr() if isinstance(x, torch.Tensor) else x for x in map(fixed.get, names))
+        compiled(grid, *pointers, *numbers, *free, *self._rest)

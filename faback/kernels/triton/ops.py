@@ -18,7 +18,7 @@ from faback.core.workspace import DeviceOps, tree_parts
 from faback.kernels.torch_fills import TorchFills
 from faback.kernels.torch_ops import FP8_DTYPES
 from faback.kernels.triton.launch import Grid, Kernel, Launch
-from faback.kernels.triton.provider import MAX_PLANNED_ROWS, page_constants, scale_args
+from faback.kernels.triton.provider import MAX_PLANNED_ROWS, by_token, page_constants, scale_args
 from faback.kernels.triton.tiles import power_of_two
 
 Tensor = torch.Tensor
@@ -187,11 +187,11 @@ class TritonOps(TorchFills):
         tokens, heads, dim = k.shape
         if tokens == 0:
             return
-        k = k if k.stride(-1) == 1 else k.contiguous()
+        k, strides = by_token(k)
         value_dim, value_strides = 0, (0, 0)
         if v is not None:
-            v = v if v.stride(-1) == 1 else v.contiguous()
-            value_dim, value_strides = v.shape[2], (v.stride(0), v.stride(1))
+            v, value_strides = by_token(v)
+            value_dim = v.shape[2]
         key = dim, value_dim, k_cache.dtype
         found = self._stores.get(key)
         if found is None:
@@ -201,7 +201,7 @@ class TritonOps(TorchFills):
         launch(
             (-(-tokens // block_t), heads, 1),
             (k, v, k_cache, v_cache, _plain(write.slots), write.slot_map, *scales),
-            (*flags, *k.stride()[:2], *value_strides, *k_cache.stride()[:2], *v_cache.stride()[:2]),
+            (*flags, *strides, *value_strides, *k_cache.stride()[:2], *v_cache.stride()[:2]),
             (*factors, tokens),
         )
 

@@ -151,11 +151,11 @@ class TritonAttention(KernelProvider):
         k_scale: float | Tensor | None = None,
         v_scale: float | Tensor | None = None,
     ) -> None:
-        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        (q, q_strides), (k, k_strides), (v, v_strides) = by_token(q), by_token(k), by_token(v)
         scales, flags, factors = scale_args(k_scale, v_scale)
-        strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *out.stride()[:2])
+        strides = (*q_strides, *k_strides, *v_strides, *out.stride()[:2])
         # Where it is not needed, 64-bit arithmetic costs 8-bit caches a tenth: ptxas schedules another loop.
-        far = max(k.stride(1), v.stride(1)) * k.shape[1] > WIDEST
+        far = max(k_strides[1], v_strides[1]) * k.shape[1] > WIDEST
         numbers = (*flags, far, *strides, 0 if lse is None else lse.stride(0))
         for grid, launch in prepared.launches:
             launch(grid, (q, k, v, out, lse, sinks, *scales), numbers, factors)
@@ -322,6 +322,15 @@ def page_constants(view: KVView | None) -> dict[str, int]:
     if view is None or view.page_stride is None:
         return {"PAGE": 1, "STRIDE": 0}
     return {"PAGE": view.page_size, "STRIDE": view.page_stride}
+
+
+def by_token(x: Tensor) -> tuple[Tensor, tuple[int, int]]:
+    """A tensor [tokens, heads, dim] whose dims lie together, copied if need be, and its other strides."""
+    token, head, one = x.stride()
+    if one != 1:
+        x = x.contiguous()
+        token, head, _ = x.stride()
+    return x, (token, head)
 
 
 Scales = tuple[tuple[Tensor | None, Tensor | None], tuple[int, int], tuple[float, float]]

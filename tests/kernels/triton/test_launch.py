@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import triton
 
 from faback.kernels.triton.launch import Kernel
 
@@ -18,7 +19,7 @@ class Function:
     params = (Param("x", False), Param("n", True), Param("z", False), Param("y", True), Param("SIZE", False))
 
     def __init__(self):
-        self.compiled, self.launched = [], []
+        self.compiled, self.launched, self.noticed = [], [], 0
 
     def __getitem__(self, grid):
         def first(*args, **named):
@@ -29,15 +30,36 @@ class Function:
 
 
 class Form:
+    """As far as a compiled form is looked at: by what it is launched without listeners, and with them."""
+
+    function, packed_metadata = "function", "metadata"
+
     def __init__(self, kernel):
         self._kernel = kernel
 
+    def run(self, x, y, z, stream, function, metadata, launch_metadata, before, after, *args):
+        assert (stream, function, metadata) == ("stream 3", "function", "metadata")
+        assert launch_metadata is before is after is None
+        self._kernel.launched.append(((x, y, z), args))
+
     def __getitem__(self, grid):
+        self._kernel.noticed += 1
         return lambda *args: self._kernel.launched.append((grid, args))
 
 
+class Driver:
+    """The current device is number 3."""
+
+    def get_current_device(self):
+        return 3
+
+    def get_current_stream(self, device):
+        return f"stream {device}"
+
+
 @pytest.fixture
-def kernel():
+def kernel(monkeypatch):
+    monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
     return Function()
 
 
@@ -56,6 +78,30 @@ def test_tensors_come_first_then_numbers_then_free_ones(kernel):
     launch((1, 1, 1), (x,), (2,), (0.25,))
     assert kernel.compiled == [((1, 1, 1), (x, 2, 0.5), {"y": 7})]
     assert kernel.launched == [((1, 1, 1), (x.data_ptr(), 2, 0.25, 7, None))]
+
+
+@pytest.mark.parametrize("when", ["enter", "exit"])
+def test_profilers_notice_launches(kernel, when):
+    launch, hook = Kernel(kernel, {}).bound({}), getattr(triton.knobs.runtime, f"launch_{when}_hook")
+    listener = lambda metadata: None  # noqa: E731
+    launch((1, 1, 1), (), (2,))
+    launch((1, 1, 1), (), (2,))
+    assert kernel.noticed == 0
+    hook.add(listener)
+    try:
+        launch((1, 1, 1), (), (2,))
+    finally:
+        hook.remove(listener)
+    launch((1, 1, 1), (), (2,))
+    assert kernel.noticed == 1 and len(kernel.launched) == 3
+
+
+def test_other_versions_of_triton_launch_in_their_own_way(kernel, monkeypatch):
+    monkeypatch.setattr(triton.knobs, "runtime", None)
+    launch = Kernel(kernel, {}).bound({})
+    for _ in range(3):
+        launch((1, 1, 1), (), (2,))
+    assert kernel.noticed == len(kernel.launched) == 2
 
 
 @pytest.mark.parametrize(
