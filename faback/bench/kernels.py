@@ -31,8 +31,9 @@ def run(kernels: Sequence[str], only: str = "") -> Iterator[dict[str, Any]]:
         only: part of a case's name.
 
     Yields:
-        Per case: name, floor and target in microseconds, and of each kernel its median, error and ratio to FA3. A
-        kernel that fails, or is wrong, has "failed" in place of its figures. Then KV writes beside a copy.
+        Per case: name, floor and target in microseconds, and of each kernel its median, error and ratio to FA3, then
+        what results cost that depend on their request alone. A kernel that fails, or is wrong, has "failed" in place of
+        its figures. Then KV writes beside a copy.
     """
     for case in CASES:
         if only in case.name:
@@ -56,15 +57,16 @@ def measure(case: Case, kernels: Sequence[str]) -> dict[str, Any]:
         row.update(found or {})
         if f"{kernel}_us" in row and "fa3_us" in row:
             row[f"{kernel}_over_fa3"] = round(row[f"{kernel}_us"] / row["fa3_us"], 3)
+        name = f"{kernel}_deterministic"
+        row.update(attempt(row, name, partial(figures, problem, kernel, name, deterministic=True)) or {})
     return row
 
 
-def figures(problem: Problem, kernel: str) -> dict[str, float]:
-    """Median and error of a kernel. Raises like `checked`."""
-    backend = problem.backend(kernel)
-    run = problem.run(backend)
+def figures(problem: Problem, kernel: str, name: str | None = None, deterministic: bool = False) -> dict[str, float]:
+    """Median and error of a kernel, under its name or another. Raises like `checked`."""
+    run = problem.run(problem.backend(kernel, deterministic))
     error = checked(problem, run)
-    return {f"{kernel}_us": round(graph_us(run), 2), f"{kernel}_error": round(error, 5)}
+    return {f"{name or kernel}_us": round(graph_us(run), 2), f"{name or kernel}_error": round(error, 5)}
 
 
 def checked(problem: Problem, call: Callable[[], Any]) -> float:

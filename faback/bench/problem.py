@@ -52,12 +52,14 @@ class Problem:
         self.v = self._noise(self.begins[-1], self.layer.num_kv_heads, self.layer.v_head_dim)
         self.batch = self._batch(table)
 
-    def backend(self, kernel: str) -> AttentionBackend:
-        """A backend pinned to a kernel, with the batch planned."""
+    def backend(self, kernel: str, deterministic: bool = False) -> AttentionBackend:
+        """A backend pinned to a kernel, with the batch planned; results depend on their request alone if asked for."""
         drafts = max(new for _, new in self.case.lens)
         speculative = SpeculativeConfig(topk=4, num_steps=4, num_draft_tokens=drafts) if self.case.tree else None
         longest = self.pools.req_to_token.shape[1]
-        config = BackendConfig(context_len=longest, kernels=kernel, speculative=speculative)
+        config = BackendConfig(
+            context_len=longest, kernels=kernel, speculative=speculative, deterministic=deterministic
+        )
         backend = AttentionBackend(config, self.pools, self.layers)
         backend.plan(self.batch)
         return backend
