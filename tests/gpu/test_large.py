@@ -48,9 +48,10 @@ def expected(kv, layer, slots, q, p):
     """float32 answer of the query at p, [heads, dim], over its slots."""
     low = 0 if layer.window is None else max(0, p - layer.window)
     low = low if layer.chunk is None else p // layer.chunk * layer.chunk
-    k, v = (b[slots[low : p + 1]].float().repeat_interleave(4, 1) for b in kv.buffers(layer))
-    weights = (torch.einsum("hd,khd->hk", q.float(), k) * layer.scale).softmax(-1)
-    return torch.einsum("hk,khd->hd", weights, v)
+    seen, (keys, values) = slots[low : p + 1], kv.buffers(layer)
+    grouped = q.float().view(layer.num_kv_heads, layer.group_size, -1)
+    weights = (torch.einsum("hgd,khd->hgk", grouped, keys[seen].float()) * layer.scale).softmax(-1)
+    return torch.einsum("hgk,khd->hgd", weights, values[seen].float()).flatten(0, 1)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
