@@ -4,6 +4,7 @@
     python tools/gpu_suite.py tests -k graphs
     python tools/gpu_suite.py check --kernel triton   `faback check` on the GPU, mode by mode and overlay by overlay
     python tools/gpu_suite.py check --page-size 16 --limit 240
+    python tools/gpu_suite.py fuzz --limit 600        `faback check --fuzz`, a seed in each process
 
 Prints whole what failed or was cut off, and counts what passed and was skipped. Exits with 1 if anything failed or did
 not end within the limit.
@@ -29,7 +30,9 @@ import tomllib
 from faback.testing.options import MODES, OVERLAYS, Options, impossible
 
 ROOT = Path(__file__).parents[1]
-COUNTS = re.compile(r"(\d+) (passed|failed|errors?|skipped|xfailed|equal|refused|wrong)\b")
+COUNTS = re.compile(r"(\d+) (passed|failed|errors?|skipped|xfailed|scenarios|(?:cells )?equal|refused|wrong)\b")
+ENDING = 60
+"""Seconds that a fuzz is given to end, for it looks at the clock between scenarios."""
 
 
 @attrs.frozen
@@ -61,15 +64,17 @@ class Outcome:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["tests", "check"])
+    parser.add_argument("what", choices=["tests", "check", "fuzz"])
     parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2) - 1))
     parser.add_argument("--limit", type=float, default=540, help="seconds after which what still runs is cut off")
     parser.add_argument("-k", default="", help="tests: as for pytest")
     parser.add_argument("--kernel", action="append", help="check: as for `faback check`")
     parser.add_argument("--page-size", action="append", help="check: as for `faback check`")
+    parser.add_argument("--variant", action="append", help="check: as for `faback check`")
+    parser.add_argument("--seed", type=int, default=0, help="fuzz: of the first process")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        jobs = tests(args, Path(scratch)) if args.what == "tests" else checks(args)
+        jobs = {"tests": tests, "check": checks, "fuzz": fuzzes}[args.what](args, Path(scratch))
         outcomes = run(jobs, args.processes, args.limit)
     return report(outcomes)
 
@@ -112,17 +117,24 @@ def pytest(told: str) -> tuple[str, ...]:
     return sys.executable, "-m", "pytest", told, "-p", "no:cacheprovider"
 
 
-def checks(args: argparse.Namespace) -> list[Job]:
+def checks(args: argparse.Namespace, scratch: Path) -> list[Job]:
     """A process for each mode and overlay that go together."""
     pairs = [(mode, overlay) for mode in MODES for overlay in OVERLAYS]
     more = [word for kernel in args.kernel or ["triton"] for word in ("--kernel", kernel)]
     more += [word for size in args.page_size or ["16"] for word in ("--page-size", size)]
+    more += [word for variant in args.variant or [] for word in ("--variant", variant)]
     base = (sys.executable, "-m", "faback", "check", "--device", "cuda", *more)
     return [
         Job(f"{mode} {overlay}", (*base, "--mode", mode, "--overlay", overlay))
         for mode, overlay in pairs
         if impossible(Options(mode=mode, overlay=overlay)) is None
     ]
+
+
+def fuzzes(args: argparse.Namespace, scratch: Path) -> list[Job]:
+    """A process for each seed."""
+    base = (sys.executable, "-m", "faback", "check", "--device", "cuda", "--fuzz", str(args.limit - ENDING))
+    return [Job(f"seed {n}", (*base, "--seed", str(n))) for n in range(args.seed, args.seed + args.processes)]
 
 
 def run(jobs: Sequence[Job], processes: int, limit: float) -> list[Outcome]:
