@@ -235,14 +235,19 @@ class AttentionBackend:
         if (k is None) != (v is None) and not layer.latent:
             got = "k alone" if v is None else "v alone"
             raise BatchError(f"k and v of layer {layer.layer_id}", wanted="both or none", got=got)
+        new = None
         if save_kv_cache and cached is not None and k is not None:
-            step.write(k, v, layer, cached)
+            if step.stores:
+                step.check_new(k, v, layer)
+                new = k, v
+            else:
+                step.write(k, v, layer, cached)
         if layer.latent and k is not None:
             v = k[..., : layer.v_head_dim]
         if out is None:
             out = torch.empty((q.shape[0], layer.num_q_heads, layer.v_head_dim), dtype=q.dtype, device=q.device)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
-        step.attend(Arguments(q, (k, v), cached, sinks, (layer.k_scale, layer.v_scale)), out, lse)
+        step.attend(Arguments(q, (k, v), cached, sinks, (layer.k_scale, layer.v_scale), new), out, lse)
         return out if lse is None else (out, lse)
 
     def write_kv(

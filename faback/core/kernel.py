@@ -188,6 +188,10 @@ class KernelProvider(abc.ABC):
     def prepare(self, segment: Segment, layer: LayerKind, request: KernelRequest, ws: Workspace) -> Any:
         """Once per plan and layer kind: whatever all layers of the kind can share. The result goes to `run`."""
 
+    def stores(self, prepared: Any) -> bool:
+        """Whether `run` can be given the new keys and values, and writes them to the cache itself before it attends."""
+        return False
+
     @abc.abstractmethod
     def run(
         self,
@@ -214,6 +218,9 @@ class KernelProvider(abc.ABC):
             lse: float32 [tokens, num_q_heads] to write, natural log, sinks not included.
             sinks: [num_q_heads] logits.
             k_scale, v_scale: de-quantisation factors, a float or float32 [num_kv_heads].
+
+        A kernel that `stores` also takes `new`: k [tokens, num_kv_heads, head_dim] and v, None for a latent layer, to
+        write where `Segment.write` says, as `DeviceOps.set_kv` does. None if they are in the cache already.
         """
 
 

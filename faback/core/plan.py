@@ -30,6 +30,7 @@ class Arguments:
         cached: k and v storage of the layer, None for a layer without a cache.
         sinks: [num_q_heads] or None.
         scales: k and v scale, or None each.
+        new: k and v to write before, for calls that store them; None for none.
     """
 
     q: Tensor
@@ -37,6 +38,7 @@ class Arguments:
     cached: tuple[Tensor, Tensor] | None
     sinks: Tensor | None
     scales: tuple[float | Tensor | None, float | Tensor | None]
+    new: tuple[Tensor, Tensor | None] | None = None
 
 
 @attrs.frozen(eq=False)
@@ -49,6 +51,7 @@ class Call:
         fresh: keys and values are the batch's own, not the cache's.
         has_lse: the kernel can return its log-sum-exp.
         fault: what to raise for an exception of a kernel's method.
+        stores: the kernel writes new keys and values itself.
     """
 
     kernel: KernelProvider
@@ -56,6 +59,7 @@ class Call:
     fresh: bool
     has_lse: bool
     fault: Callable[[object, Callable[..., Any], Exception], Exception]
+    stores: bool = False
 
     def run(self, args: Arguments, out: Tensor, lse: Tensor | None) -> None:
         """Attends into out [tokens, num_q_heads, v_head_dim] and lse [tokens, num_q_heads]."""
@@ -64,8 +68,9 @@ class Call:
         if k is None or v is None:
             raise BatchError("k and v", wanted="the batch's keys and values, which this layer attends to", got=None)
         run = self.kernel.run
+        new: dict[str, Any] = {} if args.new is None else {"new": args.new}
         try:
-            run(self.prepared, args.q, k, v, out, lse=lse, sinks=args.sinks, k_scale=k_scale, v_scale=v_scale)
+            run(self.prepared, args.q, k, v, out, lse=lse, sinks=args.sinks, k_scale=k_scale, v_scale=v_scale, **new)
         except Exception as error:
             fault = self.fault(self.kernel, run, error)
             if fault is error:
@@ -80,6 +85,7 @@ class Merged:
     parts: tuple[Call | Merged, ...]
     ops: DeviceOps
     has_lse: bool = attrs.field(default=True, init=False)
+    stores: bool = attrs.field(default=False, init=False)
 
     def run(self, args: Arguments, out: Tensor, lse: Tensor | None) -> None:
         """Like `Call.run`."""
@@ -110,6 +116,11 @@ class Step:
         """Whether the calls can return their log-sum-exp."""
         return self.call.has_lse
 
+    @property
+    def stores(self) -> bool:
+        """Whether new keys and values go to `attend` instead of to `write`."""
+        return self.call.stores
+
     def write(self, k: Tensor, v: Tensor | None, layer: AttentionLayer, cached: tuple[Tensor, Tensor]) -> None:
         """Stores new k [tokens, heads, head_dim] and v [tokens, heads, v_head_dim] where the plan says."""
         write, exchange = self.segment.write, self.segment.exchange
@@ -121,10 +132,22 @@ class Step:
             return
         if exchange is not None:
             k, v = exchange.spread(k), None if v is None else exchange.spread(v)
-        if k.shape[0] != write.slots.shape[0]:
-            what = f"k of layer {layer.layer_id}"
-            raise BatchError(what, wanted=f"{write.slots.shape[0]} tokens, one per write slot", got=k.shape[0])
+        self.check_new(k, v, layer)
         self.ops.set_kv(k, v, *cached, write, layer.k_scale, layer.v_scale)
+
+    def check_new(self, k: Tensor, v: Tensor | None, layer: AttentionLayer) -> None:
+        """Raises unless k and v have a token for each slot, and the layer's heads."""
+        slots = self.segment.write.slots
+        assert slots is not None
+        for name, new, dim in (("k", k, layer.head_dim), ("v", v, layer.v_head_dim)):
+            if new is None:
+                continue
+            if new.shape[0] != slots.shape[0]:
+                wanted = f"{slots.shape[0]} tokens, one per write slot"
+                raise BatchError(f"{name} of layer {layer.layer_id}", wanted=wanted, got=new.shape[0])
+            if new.shape[1:] != (layer.num_kv_heads, dim):
+                wanted = f"[tokens, {layer.num_kv_heads}, {dim}]"
+                raise BatchError(f"{name} of layer {layer.layer_id}", wanted=wanted, got=list(new.shape))
 
     def attend(self, args: Arguments, out: Tensor, lse: Tensor | None) -> None:
         """Attends into out [tokens, num_q_heads, v_head_dim] and lse [tokens, num_q_heads]."""
@@ -177,7 +200,13 @@ class Preparation:
         """The prepared calls of the parts that a mode wants attended separately, usually one."""
         pairs = zip(segments, routes, strict=True)
         calls = tuple(self._prepare(segment, route, fresh=segment.kv is None) for segment, route in pairs)
-        return calls[0] if len(calls) == 1 else Merged(calls, self.ws.ops)
+        if len(calls) > 1:
+            return Merged(calls, self.ws.ops)
+        (call,), (segment,), (route,) = calls, segments, routes
+        if isinstance(call, Call) and route.lowering is None and segment.exchange is None and not call.fresh:
+            stores = self.selector.guard(call.kernel, call.kernel.stores, call.prepared)
+            return attrs.evolve(call, stores=stores)
+        return call
 
     def _prepare(self, segment: Segment, route: Route, fresh: bool) -> Call | Merged:
         kernel, lowering = route.kernel, route.lowering

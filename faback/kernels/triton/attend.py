@@ -15,6 +15,7 @@ from faback.kernels.triton.finish import finish, merge_splits
 from faback.kernels.triton.rules import clear_of, near, slots_of, span_of
 from faback.kernels.triton.schedule import find_work
 from faback.kernels.triton.softmax import LOG2E, absorb, add_tile, capped, score_tile
+from faback.kernels.triton.store import store_one
 
 COUNTS = (
     "table_row", "tail_row", "words", "lse_token", "rows", "tokens", "target", "reach", "left", "right", "chunk",
@@ -23,7 +24,8 @@ COUNTS = (
 """Arguments that change with the traffic, for whose sake nothing is compiled anew."""
 INDEX_TENSORS = (
     "cu_seqlens_q", "q_len", "kv_len", "positions", "req_to_token", "req_pool_indices", "start", "slot_map",
-    "cu_seqlens_k", "keep", "row_window", "tail_lens", "tail_slots", "tail_bits", "tail_positions",
+    "cu_seqlens_k", "keep", "row_window", "tail_lens", "tail_slots", "tail_bits", "tail_positions", "write_slots",
+    "write_map",
 )  # fmt: skip
 """Tensors that may be parts of an engine's own, wherever those begin."""
 TAIL_TILES = tl.constexpr(3)
@@ -97,16 +99,44 @@ def tail_per_query(
     return m, total, acc
 
 
+@triton.jit
+def write_one(
+    new_k, new_v, k, v, write_slots, write_map, token, mine, head,
+    k_scale, v_scale, k_factor, v_factor, nk_token, nk_head, nv_token, nv_head, k_slot, k_head, v_slot, v_head,
+    K_PER_HEAD: tl.constexpr, V_PER_HEAD: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, V_BLOCK: tl.constexpr,
+    LIMIT: tl.constexpr,
+):  # fmt: skip
+    """Stores one head of a token where it is `mine`, as `store` does. `new_v` None: the key alone."""
+    tokens = tl.zeros((1,), tl.int64) + token
+    exists = tl.zeros((1,), tl.int1) | mine
+    slot = tl.load(write_slots + tokens, mask=exists, other=0).to(tl.int64)
+    exists = exists & (slot > 0)
+    if write_map is not None:
+        slot = tl.load(write_map + slot, mask=exists, other=0).to(tl.int64)
+        exists = exists & (slot > 0)
+    K_BLOCK: tl.constexpr = triton.next_power_of_2(DK)
+    store_one(
+        new_k, k, tokens, slot, exists, head, k_scale, k_factor, nk_token, nk_head, k_slot, k_head,
+        K_PER_HEAD, DK, K_BLOCK, LIMIT,
+    )  # fmt: skip
+    if new_v is not None:
+        store_one(
+            new_v, v, tokens, slot, exists, head, v_scale, v_factor, nv_token, nv_head, v_slot, v_head,
+            V_PER_HEAD, DV, V_BLOCK, LIMIT,
+        )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=INDEX_TENSORS)
 def attend(
-    q, k, v, out, lse, sinks, k_scale, v_scale,
+    q, k, v, out, lse, sinks, k_scale, v_scale, new_k, new_v,
     K_PER_HEAD: tl.constexpr, V_PER_HEAD: tl.constexpr, FAR_HEADS: tl.constexpr,
-    q_token, q_head, k_slot, k_head, v_slot, v_head, o_token, o_head, lse_token,
+    q_token, q_head, k_slot, k_head, v_slot, v_head, o_token, o_head,
+    nk_token, nk_head, nv_token, nv_head, lse_token,
     k_factor, v_factor,
     cu_seqlens_q, q_len, kv_len, positions,
     req_to_token, req_pool_indices, start, slot_map, cu_seqlens_k,
     keep, row_window,
-    tail_lens, tail_slots, tail_bits, tail_positions,
+    tail_lens, tail_slots, tail_bits, tail_positions, write_slots, write_map,
     partial_acc, partial_ml, arrivals,
     table_row, tail_row, words,
     rows, tokens, target, reach,
@@ -118,7 +148,7 @@ def attend(
     FIXED_SPLIT: tl.constexpr, KEY_ROWS: tl.constexpr, PAGE: tl.constexpr, STRIDE: tl.constexpr,
     CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_CHUNK: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, COMMITTED: tl.constexpr, HAS_TAIL: tl.constexpr, PER_QUERY: tl.constexpr,
-    SHARE_KV: tl.constexpr, FP32: tl.constexpr, UPCAST: tl.constexpr, FP8: tl.constexpr,
+    SHARE_KV: tl.constexpr, FP32: tl.constexpr, UPCAST: tl.constexpr, FP8: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """One work item of one KV head. Grid: work items * KV heads. Shapes as in `Segment` and `KernelProvider.run`.
 
@@ -216,6 +246,15 @@ def attend(
         # In ascending order, whichever of them the other queries of the block see whole.
         clear_from, clear_tiles = first, 0
     clear_till = clear_from + clear_tiles * BLOCK_N
+    # ---- the new token of a row that decodes, written by the one program that reads it
+    if new_k is not None:
+        reads_it = ((first < span) & (last == span)) | ((span == 0) & (split == 0))
+        write_one(
+            new_k, new_v, k, v, write_slots, write_map, begin, reads_it & owned, head.to(tl.int64),
+            k_scale, v_scale, k_factor, v_factor, nk_token, nk_head, nv_token, nv_head, k_slot, k_head, v_slot, v_head,
+            K_PER_HEAD, V_PER_HEAD, DK, DV, V_BLOCK, LIMIT,
+        )  # fmt: skip
+        tl.debug_barrier()
     # ---- clear tiles
     m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M, BLOCK_N) if SPREAD else (BLOCK_M,), tl.float32)

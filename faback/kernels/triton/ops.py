@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.util import find_spec
-from types import MappingProxyType
 from typing import Any, overload
 
 import torch
@@ -16,16 +15,13 @@ from faback.core.hooks import hookimpl
 from faback.core.segment import KVView, KVWrite, Segment
 from faback.core.workspace import DeviceOps, tree_parts
 from faback.kernels.torch_fills import TorchFills
-from faback.kernels.torch_ops import FP8_DTYPES
 from faback.kernels.triton.launch import Grid, Kernel, Launch
-from faback.kernels.triton.provider import MAX_PLANNED_ROWS, by_token, page_constants, scale_args
+from faback.kernels.triton.provider import LIMITS, MAX_PLANNED_ROWS, by_token, page_constants, scale_args
 from faback.kernels.triton.tiles import power_of_two
 
 Tensor = torch.Tensor
 
 
-LIMITS = MappingProxyType({dtype: torch.finfo(dtype).max for dtype in FP8_DTYPES})
-"""Where stored numbers saturate."""
 BLOCK = 256
 """Elements that one program of a fill writes."""
 BLOCK_T = 16

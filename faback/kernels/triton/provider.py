@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from importlib.util import find_spec
+from types import MappingProxyType
 from typing import Any
 
 import attrs
@@ -27,6 +28,10 @@ FIXED_SPLIT_TILES = 64
 """Tiles of a split in deterministic mode, where a request's result may depend on nothing but itself."""
 UNBOUNDED = 1 << 30
 """A distance beyond every key, with room to add positions to it in 32 bits."""
+SMALLEST_BLOCK = 16
+"""Packed query rows that every tile has room for."""
+LIMITS = MappingProxyType({dtype: torch.finfo(dtype).max for dtype in FP8})
+"""Where stored numbers saturate."""
 DEFAULT_ARCH = 80
 """Whose tiles the interpreter takes."""
 
@@ -43,10 +48,12 @@ class Prepared:
     Attributes:
         launches: usually one: its grid, work items * KV heads, and `attend` with the arguments that all layers share.
         tokens: of the segment; q may have more.
+        stores: new keys and values are written by the launch.
     """
 
     launches: tuple[tuple[Grid, Launch], ...]
     tokens: int
+    stores: bool
 
 
 class TritonAttention(KernelProvider):
@@ -86,9 +93,12 @@ class TritonAttention(KernelProvider):
 
     def prepare(self, segment: Segment, layer: LayerKind, request: KernelRequest, ws: Workspace) -> Prepared:
         parts = _parts(segment)
-        return Prepared(
-            tuple(self._launch(part, layer, request, ws, part is parts[-1]) for part in parts), segment.tokens
-        )
+        launches = tuple(self._launch(part, layer, request, ws, part is parts[-1]) for part in parts)
+        rounds = interpreting() and request.kv_dtype in FP8  # the interpreter casts to 8 bits in a way of its own
+        return Prepared(launches, segment.tokens, len(parts) == 1 and not rounds and _stores(segment, layer))
+
+    def stores(self, prepared: Prepared) -> bool:
+        return prepared.stores
 
     def _launch(
         self, segment: Segment, layer: LayerKind, request: KernelRequest, ws: Workspace, last: bool
@@ -150,19 +160,41 @@ class TritonAttention(KernelProvider):
         sinks: Tensor | None = None,
         k_scale: float | Tensor | None = None,
         v_scale: float | Tensor | None = None,
+        new: tuple[Tensor, Tensor | None] | None = None,
     ) -> None:
         (q, q_strides), (k, k_strides), (v, v_strides) = by_token(q), by_token(k), by_token(v)
         scales, flags, factors = scale_args(k_scale, v_scale)
         strides = (*q_strides, *k_strides, *v_strides, *out.stride()[:2])
         # Where it is not needed, 64-bit arithmetic costs 8-bit caches a tenth: ptxas schedules another loop.
         far = max(k_strides[1], v_strides[1]) * k.shape[1] > WIDEST
-        numbers = (*flags, far, *strides, 0 if lse is None else lse.stride(0))
+        new_k, new_v, new_strides = _new(new)
+        numbers = (*flags, far, *strides, *new_strides, 0 if lse is None else lse.stride(0))
         for grid, launch in prepared.launches:
-            launch(grid, (q, k, v, out, lse, sinks, *scales), numbers, factors)
+            launch(grid, (q, k, v, out, lse, sinks, *scales, new_k, new_v), numbers, factors)
         if out.shape[0] > prepared.tokens:
             out[prepared.tokens :].zero_()
             if lse is not None:
                 lse[prepared.tokens :].fill_(-torch.inf)
+
+
+def _stores(segment: Segment, layer: LayerKind) -> bool:
+    """Whether each new token is a row's only query and last key, so that one program of a head has to do with it."""
+    view, slots = segment.kv, segment.write.slots
+    if view is None or view.dense or view.shard is not None or slots is None or not slots.is_contiguous():
+        return False
+    decoding = segment.max_seqlen_q == 1 and segment.rows == segment.tokens == slots.shape[0] and segment.q_len is None
+    return decoding and segment.tail is None and segment.visibility.causal and layer.group_size <= SMALLEST_BLOCK
+
+
+def _new(new: tuple[Tensor, Tensor | None] | None) -> tuple[Tensor | None, Tensor | None, tuple[int, int, int, int]]:
+    """New keys, new values, and their strides."""
+    if new is None:
+        return None, None, (0, 0, 0, 0)
+    k, k_strides = by_token(new[0])
+    if new[1] is None:
+        return k, None, (*k_strides, 0, 0)
+    v, v_strides = by_token(new[1])
+    return k, v, (*k_strides, *v_strides)
 
 
 def _parts(segment: Segment) -> list[Segment]:
@@ -258,6 +290,8 @@ def _segment_args(segment: Segment, ws: Workspace) -> dict[str, Any]:
         "tail_slots": tails,
         "tail_bits": bits,
         "tail_positions": None if tail is None else tail.positions,
+        "write_slots": segment.write.slots,
+        "write_map": segment.write.slot_map,
         "table_row": 0 if view is None else view.req_to_token.stride(0),
         "tail_row": 0 if tails is None else tails.stride(0),
         "words": 0 if bits is None else bits.shape[1],
@@ -314,6 +348,7 @@ def _constants(layer: LayerKind, request: KernelRequest, tile: Tile, traits: dic
         "FP32": request.q_dtype == torch.float32,
         "UPCAST": interpreting(),
         "FP8": request.kv_dtype in FP8 and request.q_dtype != torch.float32,
+        "LIMIT": LIMITS.get(request.kv_dtype, 0.0),
     }
 
 

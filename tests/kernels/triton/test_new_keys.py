@@ -1,0 +1,144 @@
+"""Decoding rows whose newest key and value the attention kernel writes itself, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import math
+
+import attrs
+import pytest
+import torch
+
+from faback.core.segment import KVWrite
+from faback.kernels.torch_ops import TorchOps
+from faback.kernels.triton.provider import TritonAttention
+from kernels.triton.cases import Processors
+from kernels.triton.interpreter import needs_interpreter
+from kernels.triton.segments import make_case, together
+
+needs_interpreter()
+
+KERNEL = TritonAttention()
+ROWS = [(1, 700), (1, 1), (1, 64), (1, 0), (1, 65), (1, 333)]
+
+
+def newest(segment):
+    """int64 [rows] slots of the rows' last keys, 0 where there is none."""
+    view, found = segment.kv, []
+    starts = [0] * segment.rows if view.start is None else view.start.tolist()
+    for row, length, start in zip(view.req_pool_indices.tolist(), segment.kv_len.tolist(), starts, strict=True):
+        at, page = start + length - 1, view.page_size
+        if row == 0 or length == 0:
+            found.append(0)
+        elif view.page_stride is None:
+            found.append(int(view.req_to_token[row, at]))
+        else:
+            found.append(int(view.req_to_token[row, at // page]) * view.page_stride + at % page)
+    return torch.tensor(found)
+
+
+def forgotten(case):
+    """The case as it is before its newest keys are written, and these."""
+    slots, slot_map = newest(case.segment), case.segment.kv.slot_map
+    inside = slots if slot_map is None else torch.where(slots > 0, slot_map.long()[slots], 0)
+    k, v = case.k.clone(), case.v.clone() if not case.layer.latent else None
+    new = []
+    for cache, scale in ((k, case.k_scale), (v, case.v_scale)):
+        if cache is None:
+            new.append(None)
+            continue
+        factor = scale.view(-1, 1) if isinstance(scale, torch.Tensor) else scale or 1.0
+        values = cache[inside] * factor
+        wide = torch.full((len(slots), values.shape[1], values.shape[2] + 3), math.nan, dtype=values.dtype)
+        wide[..., 1:-2] = values
+        new.append(wide[..., 1:-2])
+        cache[inside[inside > 0]] = math.nan
+    segment = attrs.evolve(case.segment, max_seqlen_q=1, write=KVWrite(slots, slot_map))
+    v = k[..., : case.layer.v_head_dim] if v is None else v
+    return attrs.evolve(case, segment=segment, k=k, v=v), tuple(new)
+
+
+def check(case, processors, deterministic=False):
+    wanted = case.run(KERNEL, deterministic=deterministic)
+    torch.testing.assert_close(wanted[0].isnan().any(), torch.tensor(False))
+    before, new = forgotten(case)
+    ws = Processors(TorchOps(), torch.device("cpu"), {}, processors)
+    prepared = KERNEL.prepare(before.segment, case.layer, case.request(deterministic=deterministic), ws)
+    assert KERNEL.stores(prepared)
+    out, lse = torch.full_like(wanted[0], math.nan), torch.full_like(wanted[1], math.nan)
+    scales = {"k_scale": case.k_scale, "v_scale": case.v_scale}
+    KERNEL.run(prepared, case.q, before.k, before.v, out, lse=lse, sinks=case.sinks, new=new, **scales)
+    for cache, right in ((before.k, case.k), (before.v, case.v)):
+        assert torch.equal(cache.nan_to_num(7.0), right.nan_to_num(7.0))
+    torch.testing.assert_close(out, wanted[0], atol=2e-5, rtol=0)
+    torch.testing.assert_close(lse, wanted[1], atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("processors", [1, 500], ids=["whole", "split"])
+@pytest.mark.parametrize(
+    "features",
+    [
+        set(),
+        {"sinks", "strided", "padded_rows"},
+        {"slot_map", "softcap"},
+        {"window", "start", "int64"},
+        {"window", "keep", "slot_map"},
+        {"chunk", "blocks"},
+        {"head_scales", "blocks_apart"},
+        {"scales", "row_window", "window"},
+    ],
+    ids=lambda names: together(names) or "plain",
+)
+def test_the_launch_writes_and_sees_them(features, processors):
+    check(make_case(1, rows=ROWS, page=4, heads=(4, 2), dims=(24, 16), features=features), processors)
+
+
+@pytest.mark.parametrize("features", [{"window"}, {"chunk", "sinks"}], ids=together)
+def test_in_splits_that_depend_on_the_request_alone(features):
+    case = make_case(2, rows=[(1, 4500), (1, 4096), (1, 4097), (1, 3)], features=features, window=700, chunk=1000)
+    check(case, 500, deterministic=True)
+
+
+def test_latents_have_keys_alone():
+    case = make_case(3, rows=[(1, 150), (1, 2)], heads=(3, 1), dims=(576, 512), latent=True, dtype=torch.float16)
+    check(case, 500)
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads", "features"),
+    [
+        ([(2, 9), (1, 5)], (2, 1), set()),
+        ([(1, 9)], (17, 1), set()),
+        ([(1, 9)], (2, 1), {"padded_tokens"}),
+        ([(1, 9)], (2, 1), {"tail"}),
+        ([(1, 9)], (2, 1), {"non_causal"}),
+        ([(1, 9)], (2, 1), {"dense"}),
+        ([(1, 9)], (2, 1), {"shard"}),
+        ([(1, 9)], (2, 1), {"raw"}),
+        ([(1, 9)], (2, 1), {"q_len"}),
+    ],
+    ids=str,
+)
+def test_other_rows_leave_writing_to_others(rows, heads, features):
+    case = make_case(4, rows=rows, heads=heads, features=features)
+    slots = torch.ones(case.segment.tokens, dtype=torch.int64)
+    longest = max(queries for queries, _ in rows)
+    segment = attrs.evolve(case.segment, max_seqlen_q=longest, write=KVWrite(slots))
+    ws = Processors(TorchOps(), torch.device("cpu"), {}, 1)
+    assert not KERNEL.stores(KERNEL.prepare(segment, case.layer, case.request(), ws))
+
+
+@pytest.mark.parametrize(
+    ("write", "stores"),
+    [
+        (KVWrite(), False),
+        (KVWrite(torch.ones(2, dtype=torch.int64)), True),
+        (KVWrite(torch.ones(4, dtype=torch.int64)[::2]), False),
+        (KVWrite(torch.ones(3, dtype=torch.int64)), False),
+    ],
+    ids=["nowhere", "one each", "apart", "more"],
+)
+def test_slots_are_read_as_they_lie(write, stores):
+    case = make_case(5, rows=[(1, 9), (1, 4)])
+    segment = attrs.evolve(case.segment, max_seqlen_q=1, write=write)
+    ws = Processors(TorchOps(), torch.device("cpu"), {}, 1)
+    assert KERNEL.stores(KERNEL.prepare(segment, case.layer, case.request(), ws)) is stores
