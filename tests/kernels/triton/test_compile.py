@@ -33,6 +33,10 @@ CASES = {
     "decode blocks": {"rows": DECODE, "page": 16, "features": {"blocks", "dense", "window"}},
     "decode blocks apart": {"rows": DECODE, "page": 16, "features": {"blocks_apart", "dense", "sinks"}, **LONG},
     "decode e4m3": {"rows": DECODE, "kv_dtype": E4M3, "features": {"head_scales"}},
+    "decode new": {"rows": DECODE, "page": 16, "features": {"slot_map", "new"}},
+    "decode new many": {"rows": DECODE, "features": {"new"}, **FULL},
+    "decode new e4m3": {"rows": DECODE, "kv_dtype": E4M3, "features": {"head_scales", "new"}},
+    "decode new mla": {"rows": DECODE, "features": {"new"}, **MLA},
     "decode e5m2": {"rows": DECODE, "kv_dtype": E5M2, "features": {"scales"}},
     "decode d256": {"rows": DECODE, "dims": (256, 256)},
     "decode mla": {"rows": DECODE, **MLA},
@@ -58,7 +62,9 @@ OLDER = ("decode e5m2", "tree", "prefill")
 
 SPILLS = {
     "decode many": 144,  # one warp: more such programs at a time are worth it
+    "decode new many": 144,  # likewise
     "decode e4m3": 112,  # likewise
+    "decode new e4m3": 128,  # likewise
     "decode mla float32": 32,
     "verify mla": 1296,  # 64 queries of 512 sums each leave nothing for the tail; faster all the same
     "branches": 16,
@@ -80,9 +86,12 @@ def prepared(name, arch):
     """A case, and its launch but for the layer's own tensors."""
     wanted = {"heads": (8, 2), "dims": (128, 128), "dtype": BF16, **CASES[name]}
     processors, longest = wanted.pop("processors", 132), wanted.pop("max_kv_len", 0)
-    deterministic = wanted.pop("deterministic", False)
-    case = make_case(1, **wanted)
+    deterministic, features = wanted.pop("deterministic", False), wanted.pop("features", set())
+    case = make_case(1, features=features - {"new"}, **wanted)
     segment = attrs.evolve(case.segment, max_kv_len=max(longest, case.segment.max_kv_len))
+    if "new" in features:
+        slots = torch.ones(segment.tokens, dtype=torch.int64)
+        segment = attrs.evolve(segment, max_seqlen_q=1, write=KVWrite(slots, segment.kv.slot_map))
     request = attrs.evolve(case.request(deterministic=deterministic), device="cuda", arch=arch)
     assert not KERNEL.reject(request, torch.device("cuda"))
     ws = Processors(TorchOps(), torch.device("cpu"), {}, processors)
@@ -93,9 +102,12 @@ def build(name, arch, cache):
     """Compiles one launch of the attention kernel."""
     case, launch = prepared(name, arch)
     out = torch.empty(case.q.shape[0], case.layer.num_q_heads, case.layer.v_head_dim, dtype=case.q.dtype)
-    scales = {"k_scale": case.k_scale, "v_scale": case.v_scale}
+    options = {"k_scale": case.k_scale, "v_scale": case.v_scale}
+    if KERNEL.stores(launch):
+        k, v = (torch.empty(case.q.shape[0], *cache.shape[1:], dtype=BF16) for cache in (case.k, case.v))
+        options["new"] = k, None if case.layer.latent else v
     with compiling(arch, cache) as built:
-        KERNEL.run(launch, case.q, case.k, case.v, out, sinks=case.sinks, **scales)
+        KERNEL.run(launch, case.q, case.k, case.v, out, sinks=case.sinks, **options)
     (found,) = built
     return found
 
