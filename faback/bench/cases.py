@@ -98,6 +98,7 @@ STEPS = (
     decode(64, 4096, 8064, page_size=1),
     decode(256, 1024, 8445),
     attrs.evolve(decode(1, 8192, 598), eager_target_us=1481),
+    decode(64, 4096, None, fp8=True),
     attrs.evolve(verify(32, 4096, 8, 4640), page_size=1),
     attrs.evolve(verify(32, 4096, 64, 9674), page_size=1),
     Case("extend 4 x 2048", ((0, 2048),) * 4),

@@ -30,7 +30,7 @@ def step(problem: Problem, ops: DeviceOps) -> Callable[[], Any] | None:
         problem: the layers.
         ops: merges the parts of a tree.
     """
-    if problem.case.latent or not installed():
+    if problem.case.latent or problem.case.fp8 or not installed():
         return None
     attend = [(_tree(problem, layer, ops) if problem.case.tree else _whole(problem, layer)) for layer in problem.layers]
     caches = [problem.kv.buffers(layer) for layer in problem.layers]
