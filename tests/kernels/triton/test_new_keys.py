@@ -13,48 +13,13 @@ from faback.kernels.torch_ops import TorchOps
 from faback.kernels.triton.provider import TritonAttention
 from kernels.triton.cases import Processors
 from kernels.triton.interpreter import needs_interpreter
+from kernels.triton.new_keys import forgotten
 from kernels.triton.segments import make_case, together
 
 needs_interpreter()
 
 KERNEL = TritonAttention()
 ROWS = [(1, 700), (1, 1), (1, 64), (1, 0), (1, 65), (1, 333)]
-
-
-def newest(segment):
-    """int64 [rows] slots of the rows' last keys, 0 where there is none."""
-    view, found = segment.kv, []
-    starts = [0] * segment.rows if view.start is None else view.start.tolist()
-    for row, length, start in zip(view.req_pool_indices.tolist(), segment.kv_len.tolist(), starts, strict=True):
-        at, page = start + length - 1, view.page_size
-        if row == 0 or length == 0:
-            found.append(0)
-        elif view.page_stride is None:
-            found.append(int(view.req_to_token[row, at]))
-        else:
-            found.append(int(view.req_to_token[row, at // page]) * view.page_stride + at % page)
-    return torch.tensor(found)
-
-
-def forgotten(case):
-    """The case as it is before its newest keys are written, and these."""
-    slots, slot_map = newest(case.segment), case.segment.kv.slot_map
-    inside = slots if slot_map is None else torch.where(slots > 0, slot_map.long()[slots], 0)
-    k, v = case.k.clone(), case.v.clone() if not case.layer.latent else None
-    new = []
-    for cache, scale in ((k, case.k_scale), (v, case.v_scale)):
-        if cache is None:
-            new.append(None)
-            continue
-        factor = scale.view(-1, 1) if isinstance(scale, torch.Tensor) else scale or 1.0
-        values = cache[inside] * factor
-        wide = torch.full((len(slots), values.shape[1], values.shape[2] + 3), math.nan, dtype=values.dtype)
-        wide[..., 1:-2] = values
-        new.append(wide[..., 1:-2])
-        cache[inside[inside > 0]] = math.nan
-    segment = attrs.evolve(case.segment, max_seqlen_q=1, write=KVWrite(slots, slot_map))
-    v = k[..., : case.layer.v_head_dim] if v is None else v
-    return attrs.evolve(case, segment=segment, k=k, v=v), tuple(new)
 
 
 def check(case, processors, deterministic=False):
