@@ -198,23 +198,21 @@ class Preparation:
 
     def calls(self, segments: Sequence[Segment], routes: Sequence[Route]) -> Call | Merged:
         """The prepared calls of the parts that a mode wants attended separately, usually one."""
+        alone = len(segments) == 1
         pairs = zip(segments, routes, strict=True)
-        calls = tuple(self._prepare(segment, route, fresh=segment.kv is None) for segment, route in pairs)
-        if len(calls) > 1:
-            return Merged(calls, self.ws.ops)
-        (call,), (segment,), (route,) = calls, segments, routes
-        if isinstance(call, Call) and route.lowering is None and segment.exchange is None and not call.fresh:
-            stores = self.selector.guard(call.kernel, call.kernel.stores, call.prepared)
-            return attrs.evolve(call, stores=stores)
-        return call
+        calls = tuple(self._prepare(segment, route, segment.kv is None, whole=alone) for segment, route in pairs)
+        return calls[0] if alone else Merged(calls, self.ws.ops)
 
-    def _prepare(self, segment: Segment, route: Route, fresh: bool) -> Call | Merged:
-        kernel, lowering = route.kernel, route.lowering
+    def _prepare(self, segment: Segment, route: Route, fresh: bool, whole: bool = False) -> Call | Merged:
+        """The call of a segment, or those that it is lowered to; `whole` is what a mode asked for, in one piece."""
+        kernel, lowering, guard = route.kernel, route.lowering, self.selector.guard
         if kernel is not None:
-            prepared = self.selector.guard(kernel, kernel.prepare, segment, self.layer, route.request, self.ws)
-            return Call(kernel, prepared, fresh, route.has_lse, self.selector.fault)
+            prepared = guard(kernel, kernel.prepare, segment, self.layer, route.request, self.ws)
+            writable = whole and not fresh and segment.exchange is None
+            stores = writable and guard(kernel, kernel.stores, prepared)
+            return Call(kernel, prepared, fresh, route.has_lse, self.selector.fault, stores)
         assert lowering is not None
-        segments = self.selector.guard(lowering, lowering.lower, segment, self.ws, self.ctx)
+        segments = guard(lowering, lowering.lower, segment, self.ws, self.ctx)
         if self.ctx.config.checks:
             _check_lowered(lowering.key, segments, route)
         calls = tuple(self._prepare(s, r, fresh) for s, r in zip(segments, route.parts, strict=True))

@@ -63,7 +63,8 @@ class Planner:
             raise ConfigError("config.kernels", wanted=wanted, got=", ".join(typos))
         self._check_options()
         self._kinds: dict[LayerKind, list[Contribution[Overlay]]] = {}
-        self._kind_of = {layer.layer_id: layer.kind for layer in layers.values()}
+        alike = {kind: kind for kind in (layer.kind for layer in layers.values())}
+        self._kind_of = {layer.layer_id: alike[layer.kind] for layer in layers.values()}  # one object for each kind
         self._routes: dict[Any, Route] = {}
         for contribution in self.builders():
             contribution.guard(contribution.value.bind, self.context)

@@ -94,7 +94,7 @@ class TritonAttention(KernelProvider):
     def prepare(self, segment: Segment, layer: LayerKind, request: KernelRequest, ws: Workspace) -> Prepared:
         parts = _parts(segment)
         launches = tuple(self._launch(part, layer, request, ws, part is parts[-1]) for part in parts)
-        rounds = interpreting() and request.kv_dtype in FP8  # the interpreter casts to 8 bits in a way of its own
+        rounds = request.kv_dtype in FP8 and interpreting()  # the interpreter casts to 8 bits in a way of its own
         return Prepared(launches, segment.tokens, len(parts) == 1 and not rounds and _stores(segment, layer))
 
     def stores(self, prepared: Prepared) -> bool:
