@@ -436,6 +436,36 @@ def test_parts_and_lowered_calls_do_not_write_new_keys(world, layer):
     assert kernel.stored == []
 
 
+class Alone:
+    """Ranks that tell each other nothing."""
+
+    needs_lse = False
+
+    def spread(self, tensor):
+        return tensor
+
+    def collect(self, out, lse, sinks):
+        pass
+
+
+class Shared(Decode):
+    """Decode that ranks share: new keys are spread before they are written."""
+
+    key = "shared"
+
+    def build(self, batch, ws, ctx):
+        return attrs.evolve(super().build(batch, ws, ctx), exchange=Alone())
+
+
+def test_keys_that_ranks_spread_are_written_for_the_kernel(world, layer):
+    kernel = Storing()
+    made = world([layer()], [5, 9], [1, 1], points=[Point(faback_modes=[Shared()], faback_kernels=[kernel])])
+    made.backend.plan(made.batch("shared"))
+    out = made.backend.forward(made.q[0], *made.fresh(made.layers[0]), made.layers[0])
+    torch.testing.assert_close(out.double(), made.expected(made.layers[0])[0], atol=1e-5, rtol=0)
+    assert kernel.stored == []
+
+
 @pytest.mark.parametrize("name", ["k", "v"])
 @pytest.mark.parametrize("storing", [False, True])
 def test_new_keys_of_other_heads(world, layer, name, storing):

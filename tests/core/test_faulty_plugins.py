@@ -147,7 +147,7 @@ def raising_method(*args):
 
 @pytest.mark.parametrize(
     "method",
-    ["probe", "capabilities", "reject", "prepare"],
+    ["probe", "capabilities", "reject", "prepare", "stores"],
 )
 def test_an_exception_in_a_kernel_names_it(world, layer, method):
     class Odd(Reference):
