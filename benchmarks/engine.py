@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -36,6 +35,7 @@ from transformers import (
 )
 
 from faback.cli.bench import environment
+from faback.core.files import write_json
 from faback_transformers import PagedGenerator, PromptLookup
 from faback_transformers.comparison import reference
 from faback_transformers.weights import LoadedModel, random_model, smollm2
@@ -303,7 +303,7 @@ def main(line: Sequence[str] | None = None) -> None:
             print(row, flush=True)
             report["rows"].append(row)
             if args.json:  # after each row: the slow ways come last
-                args.json.write_text(json.dumps(report, indent=1) + "\n")
+                write_json(args.json, report)
         gc.collect()
         torch.cuda.empty_cache()
 

@@ -91,11 +91,12 @@ def tests(args: argparse.Namespace, scratch: Path) -> list[Job]:
         if listing.returncode not in (0, 5):  # 5: none collected
             raise SystemExit(f"{root.name} cannot be collected:\n{listing.stdout}{listing.stderr}")
         ids = [line for line in listing.stdout.splitlines() if "::" in line]
+        known = announced(root, scratch)
         shares = [share for n in range(args.processes) if (share := ids[n :: args.processes])]
         for number, share in enumerate(shares):
             listed = scratch / f"{root.name}-{number}"
             listed.write_text("\n".join(share) + "\n")
-            jobs.append(Job(f"{root.name} {number}", (*pytest("-v"), f"@{listed}"), root, (announced(root, scratch),)))
+            jobs.append(Job(f"{root.name} {number}", (*pytest("-v"), f"@{listed}"), root, (known,)))
     return jobs
 
 

@@ -237,11 +237,7 @@ class AttentionBackend:
             raise BatchError(f"k and v of layer {layer.layer_id}", wanted="both or none", got=got)
         new = None
         if save_kv_cache and cached is not None and k is not None:
-            if step.stores:
-                step.check_new(k, v, layer)
-                new = k, v
-            else:
-                step.write(k, v, layer, cached)
+            new = step.store(k, v, layer, cached)
         if layer.latent and k is not None:
             v = k[..., : layer.v_head_dim]
         if out is None:

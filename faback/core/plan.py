@@ -116,10 +116,15 @@ class Step:
         """Whether the calls can return their log-sum-exp."""
         return self.call.has_lse
 
-    @property
-    def stores(self) -> bool:
-        """Whether new keys and values go to `attend` instead of to `write`."""
-        return self.call.stores
+    def store(
+        self, k: Tensor, v: Tensor | None, layer: AttentionLayer, cached: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """Like `write`, or hands k and v back for the call that writes them itself."""
+        if not self.call.stores:
+            self.write(k, v, layer, cached)
+            return None
+        self._check_new(k, v, layer)
+        return k, v
 
     def write(self, k: Tensor, v: Tensor | None, layer: AttentionLayer, cached: tuple[Tensor, Tensor]) -> None:
         """Stores new k [tokens, heads, head_dim] and v [tokens, heads, v_head_dim] where the plan says."""
@@ -132,10 +137,10 @@ class Step:
             return
         if exchange is not None:
             k, v = exchange.spread(k), None if v is None else exchange.spread(v)
-        self.check_new(k, v, layer)
+        self._check_new(k, v, layer)
         self.ops.set_kv(k, v, *cached, write, layer.k_scale, layer.v_scale)
 
-    def check_new(self, k: Tensor, v: Tensor | None, layer: AttentionLayer) -> None:
+    def _check_new(self, k: Tensor, v: Tensor | None, layer: AttentionLayer) -> None:
         """Raises unless k and v have a token for each slot, and the layer's heads."""
         slots = self.segment.write.slots
         assert slots is not None

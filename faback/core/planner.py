@@ -63,8 +63,8 @@ class Planner:
             raise ConfigError("config.kernels", wanted=wanted, got=", ".join(typos))
         self._check_options()
         self._kinds: dict[LayerKind, list[Contribution[Overlay]]] = {}
-        alike = {kind: kind for kind in (layer.kind for layer in layers.values())}
-        self._kind_of = {layer.layer_id: alike[layer.kind] for layer in layers.values()}  # one object for each kind
+        alike: dict[LayerKind, LayerKind] = {}  # one object for each kind, so that looking it up compares nothing
+        self._kind_of = {layer.layer_id: alike.setdefault(kind := layer.kind, kind) for layer in layers.values()}
         self._routes: dict[Any, Route] = {}
         for contribution in self.builders():
             contribution.guard(contribution.value.bind, self.context)

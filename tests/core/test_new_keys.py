@@ -56,7 +56,7 @@ def test_write_kv_writes_whoever_attends(world, layer):
     assert kernel.stored == []
 
 
-def test_parts_and_lowered_calls_do_not_write_new_keys(world, layer):
+def test_parts_do_not_write_new_keys(world, layer):
     """Each would, once for every part."""
     kernel = Storing()
     points = [Point(faback_modes=[Halves()], faback_kernels=[kernel])]

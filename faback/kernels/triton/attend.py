@@ -15,7 +15,7 @@ from faback.kernels.triton.finish import finish, merge_splits
 from faback.kernels.triton.rules import clear_of, near, slots_of, span_of
 from faback.kernels.triton.schedule import find_work
 from faback.kernels.triton.softmax import LOG2E, absorb, add_tile, capped, score_tile
-from faback.kernels.triton.store import store_one
+from faback.kernels.triton.store import store_tokens
 
 COUNTS = (
     "table_row", "tail_row", "words", "lse_token", "rows", "tokens", "target", "reach", "left", "right", "chunk",
@@ -97,33 +97,6 @@ def tail_per_query(
         value = tl.load(v_base + mine[:, None] * v_slot + d_value, mask=queries[:, None] & (d_value < DV), other=0.0)
         acc += weight * value.to(tl.float32)
     return m, total, acc
-
-
-@triton.jit
-def write_one(
-    new_k, new_v, k, v, write_slots, write_map, token, mine, head,
-    k_scale, v_scale, k_factor, v_factor, nk_token, nk_head, nv_token, nv_head, k_slot, k_head, v_slot, v_head,
-    K_PER_HEAD: tl.constexpr, V_PER_HEAD: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, V_BLOCK: tl.constexpr,
-    LIMIT: tl.constexpr,
-):  # fmt: skip
-    """Stores one head of a token where it is `mine`, as `store` does. `new_v` None: the key alone."""
-    tokens = tl.zeros((1,), tl.int64) + token
-    exists = tl.zeros((1,), tl.int1) | mine
-    slot = tl.load(write_slots + tokens, mask=exists, other=0).to(tl.int64)
-    exists = exists & (slot > 0)
-    if write_map is not None:
-        slot = tl.load(write_map + slot, mask=exists, other=0).to(tl.int64)
-        exists = exists & (slot > 0)
-    K_BLOCK: tl.constexpr = triton.next_power_of_2(DK)
-    store_one(
-        new_k, k, tokens, slot, exists, head, k_scale, k_factor, nk_token, nk_head, k_slot, k_head,
-        K_PER_HEAD, DK, K_BLOCK, LIMIT,
-    )  # fmt: skip
-    if new_v is not None:
-        store_one(
-            new_v, v, tokens, slot, exists, head, v_scale, v_factor, nv_token, nv_head, v_slot, v_head,
-            V_PER_HEAD, DV, V_BLOCK, LIMIT,
-        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=INDEX_TENSORS)
@@ -249,10 +222,12 @@ def attend(
     # ---- the new token of a row that decodes, written by the one program that reads it
     if new_k is not None:
         reads_it = ((first < span) & (last == span)) | ((span == 0) & (split == 0))
-        write_one(
-            new_k, new_v, k, v, write_slots, write_map, begin, reads_it & owned, head.to(tl.int64),
-            k_scale, v_scale, k_factor, v_factor, nk_token, nk_head, nv_token, nv_head, k_slot, k_head, v_slot, v_head,
-            K_PER_HEAD, V_PER_HEAD, DK, DV, V_BLOCK, LIMIT,
+        K_BLOCK: tl.constexpr = triton.next_power_of_2(DK)
+        store_tokens(
+            new_k, new_v, k, v, write_slots, write_map, k_scale, v_scale, tl.zeros((1,), tl.int64) + begin,
+            tl.zeros((1,), tl.int1) | (reads_it & owned), head.to(tl.int64),
+            nk_token, nk_head, nv_token, nv_head, k_slot, k_head, v_slot, v_head, k_factor, v_factor,
+            K_PER_HEAD, V_PER_HEAD, DK, DV, K_BLOCK, V_BLOCK, LIMIT,
         )  # fmt: skip
         tl.debug_barrier()
     # ---- clear tiles

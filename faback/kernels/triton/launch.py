@@ -86,10 +86,10 @@ class Compiled:
         if form is None:
             return None
         runtime = getattr(getattr(triton, "knobs", None), "runtime", None)
-        hooks = [getattr(runtime, f"launch_{when}_hook", None) for when in ("enter", "exit")]
-        if not all(hasattr(hook, "calls") for hook in hooks):
+        hooks = (getattr(runtime, f"launch_{when}_hook", None) for when in ("enter", "exit"))
+        before, after = (getattr(hook, "calls", None) for hook in hooks)
+        if before is None or after is None:
             return lambda grid, *args: form[grid](*args)
-        before, after = (hook.calls for hook in hooks if hook is not None)
         return cls(form, form.run, form.function, form.packed_metadata, before, after, triton.runtime.driver)
 
     def __call__(self, grid: Grid, *args: Any) -> None:

@@ -16,7 +16,7 @@ from faback.core.segment import KVView, KVWrite, Segment
 from faback.core.workspace import DeviceOps, tree_parts
 from faback.kernels.torch_fills import TorchFills
 from faback.kernels.triton.launch import Grid, Kernel, Launch
-from faback.kernels.triton.provider import LIMITS, MAX_PLANNED_ROWS, by_token, page_constants, scale_args
+from faback.kernels.triton.provider import LIMITS, MAX_PLANNED_ROWS, page_constants, pair_by_token, scale_args
 from faback.kernels.triton.tiles import power_of_two
 
 Tensor = torch.Tensor
@@ -183,11 +183,8 @@ class TritonOps(TorchFills):
         tokens, heads, dim = k.shape
         if tokens == 0:
             return
-        k, strides = by_token(k)
-        value_dim, value_strides = 0, (0, 0)
-        if v is not None:
-            v, value_strides = by_token(v)
-            value_dim = v.shape[2]
+        k, v, strides = pair_by_token(k, v)
+        value_dim = 0 if v is None else v.shape[2]
         key = dim, value_dim, k_cache.dtype
         found = self._stores.get(key)
         if found is None:
@@ -197,7 +194,7 @@ class TritonOps(TorchFills):
         launch(
             (-(-tokens // block_t), heads, 1),
             (k, v, k_cache, v_cache, _plain(write.slots), write.slot_map, *scales),
-            (*flags, *strides, *value_strides, *k_cache.stride()[:2], *v_cache.stride()[:2]),
+            (*flags, *strides, *k_cache.stride()[:2], *v_cache.stride()[:2]),
             (*factors, tokens),
         )
 

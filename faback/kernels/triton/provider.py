@@ -13,7 +13,7 @@ import torch
 from faback.core.hooks import hookimpl
 from faback.core.kernel import Capabilities, KernelProvider, KernelRequest, Rejection
 from faback.core.layer import LayerKind
-from faback.core.segment import FEATURES, KVView, Segment
+from faback.core.segment import FEATURES, KVView, KVWrite, Segment
 from faback.core.workspace import Workspace
 from faback.kernels.triton.launch import WIDEST, Grid, Kernel, Launch
 from faback.kernels.triton.tiles import Shape, Tile, pick, power_of_two
@@ -93,17 +93,19 @@ class TritonAttention(KernelProvider):
 
     def prepare(self, segment: Segment, layer: LayerKind, request: KernelRequest, ws: Workspace) -> Prepared:
         parts = _parts(segment)
-        launches = tuple(self._launch(part, layer, request, ws, part is parts[-1]) for part in parts)
         rounds = request.kv_dtype in FP8 and interpreting()  # the interpreter casts to 8 bits in a way of its own
-        return Prepared(launches, segment.tokens, len(parts) == 1 and not rounds and _stores(segment, layer))
+        stores = len(parts) == 1 and not rounds and _stores(segment, layer)
+        write = segment.write if stores else KVWrite()  # or launches would be told apart by slots that they ignore
+        launches = tuple(self._launch(part, layer, request, ws, part is parts[-1], write) for part in parts)
+        return Prepared(launches, segment.tokens, stores)
 
     def stores(self, prepared: Prepared) -> bool:
         return prepared.stores
 
     def _launch(
-        self, segment: Segment, layer: LayerKind, request: KernelRequest, ws: Workspace, last: bool
+        self, segment: Segment, layer: LayerKind, request: KernelRequest, ws: Workspace, last: bool, write: KVWrite
     ) -> tuple[Grid, Launch]:
-        """Grid and launch of some rows; with the last ones come the tokens behind them."""
+        """Grid and launch of some rows, new keys going where `write` says; the last bring the tokens behind them."""
         heads = layer.num_kv_heads
         deterministic = "deterministic" in request.features
         shape = Shape(
@@ -123,6 +125,7 @@ class TritonAttention(KernelProvider):
         tokens = segment.tokens if last else 0
         args |= {"rows": segment.rows, "tokens": tokens, "target": target, "reach": _reach(segment)}
         args |= {"scale": layer.scale, "softcap": layer.softcap}
+        args |= {"write_slots": write.slots, "write_map": write.slot_map}
         v_block = power_of_two(layer.v_head_dim)
         splittable = items > _blocks(segment, layer, tile)
         # Only splits leave something behind, and a block has two from 1.5 times its share of `target` on: rounding adds
@@ -167,7 +170,7 @@ class TritonAttention(KernelProvider):
         strides = (*q_strides, *k_strides, *v_strides, *out.stride()[:2])
         # Where it is not needed, 64-bit arithmetic costs 8-bit caches a tenth: ptxas schedules another loop.
         far = max(k_strides[1], v_strides[1]) * k.shape[1] > WIDEST
-        new_k, new_v, new_strides = _new(new)
+        new_k, new_v, new_strides = (None, None, (0, 0, 0, 0)) if new is None else pair_by_token(*new)
         numbers = (*flags, far, *strides, *new_strides, 0 if lse is None else lse.stride(0))
         for grid, launch in prepared.launches:
             launch(grid, (q, k, v, out, lse, sinks, *scales, new_k, new_v), numbers, factors)
@@ -184,17 +187,6 @@ def _stores(segment: Segment, layer: LayerKind) -> bool:
         return False
     decoding = segment.max_seqlen_q == 1 and segment.rows == segment.tokens == slots.shape[0] and segment.q_len is None
     return decoding and segment.tail is None and segment.visibility.causal and layer.group_size <= SMALLEST_BLOCK
-
-
-def _new(new: tuple[Tensor, Tensor | None] | None) -> tuple[Tensor | None, Tensor | None, tuple[int, int, int, int]]:
-    """New keys, new values, and their strides."""
-    if new is None:
-        return None, None, (0, 0, 0, 0)
-    k, k_strides = by_token(new[0])
-    if new[1] is None:
-        return k, None, (*k_strides, 0, 0)
-    v, v_strides = by_token(new[1])
-    return k, v, (*k_strides, *v_strides)
 
 
 def _parts(segment: Segment) -> list[Segment]:
@@ -290,8 +282,6 @@ def _segment_args(segment: Segment, ws: Workspace) -> dict[str, Any]:
         "tail_slots": tails,
         "tail_bits": bits,
         "tail_positions": None if tail is None else tail.positions,
-        "write_slots": segment.write.slots,
-        "write_map": segment.write.slot_map,
         "table_row": 0 if view is None else view.req_to_token.stride(0),
         "tail_row": 0 if tails is None else tails.stride(0),
         "words": 0 if bits is None else bits.shape[1],
@@ -366,6 +356,15 @@ def by_token(x: Tensor) -> tuple[Tensor, tuple[int, int]]:
         x = x.contiguous()
         token, head, _ = x.stride()
     return x, (token, head)
+
+
+def pair_by_token(k: Tensor, v: Tensor | None) -> tuple[Tensor, Tensor | None, tuple[int, int, int, int]]:
+    """New keys and values `by_token`, and the strides of both."""
+    k, k_strides = by_token(k)
+    if v is None:
+        return k, None, (*k_strides, 0, 0)
+    v, v_strides = by_token(v)
+    return k, v, (*k_strides, *v_strides)
 
 
 Scales = tuple[tuple[Tensor | None, Tensor | None], tuple[int, int], tuple[float, float]]

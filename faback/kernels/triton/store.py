@@ -23,6 +23,30 @@ def store_one(
     tl.store(cache + slot[:, None] * c_slot + head * c_head + d, value.to(cache.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def store_tokens(
+    k, v, k_cache, v_cache, slots, slot_map, k_scale, v_scale, token, exists, head,
+    k_token, k_head, v_token, v_head, kc_slot, kc_head, vc_slot, vc_head, k_factor, v_factor,
+    K_PER_HEAD: tl.constexpr, V_PER_HEAD: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    """Keys and values of one head, int64, of those tokens int64 [T] that exist and have a slot; see `store`."""
+    slot = tl.load(slots + token, mask=exists, other=0).to(tl.int64)
+    exists = exists & (slot > 0)
+    if slot_map is not None:
+        slot = tl.load(slot_map + slot, mask=exists, other=0).to(tl.int64)
+        exists = exists & (slot > 0)
+    store_one(
+        k, k_cache, token, slot, exists, head, k_scale, k_factor, k_token, k_head, kc_slot, kc_head,
+        K_PER_HEAD, DK, BLOCK_K, LIMIT,
+    )  # fmt: skip
+    if v is not None:
+        store_one(
+            v, v_cache, token, slot, exists, head, v_scale, v_factor, v_token, v_head, vc_slot, vc_head,
+            V_PER_HEAD, DV, BLOCK_V, LIMIT,
+        )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=("tokens",))
 def store(
     k, v, k_cache, v_cache, slots, slot_map, k_scale, v_scale,
@@ -38,21 +62,11 @@ def store(
     """
     token = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
-    exists = token < tokens
-    slot = tl.load(slots + token, mask=exists, other=0).to(tl.int64)
-    exists = exists & (slot > 0)
-    if slot_map is not None:
-        slot = tl.load(slot_map + slot, mask=exists, other=0).to(tl.int64)
-        exists = exists & (slot > 0)
-    store_one(
-        k, k_cache, token, slot, exists, head, k_scale, k_factor, k_token, k_head, kc_slot, kc_head,
-        K_PER_HEAD, DK, BLOCK_K, LIMIT,
+    store_tokens(
+        k, v, k_cache, v_cache, slots, slot_map, k_scale, v_scale, token, token < tokens, head,
+        k_token, k_head, v_token, v_head, kc_slot, kc_head, vc_slot, vc_head, k_factor, v_factor,
+        K_PER_HEAD, V_PER_HEAD, DK, DV, BLOCK_K, BLOCK_V, LIMIT,
     )  # fmt: skip
-    if v is not None:
-        store_one(
-            v, v_cache, token, slot, exists, head, v_scale, v_factor, v_token, v_head, vc_slot, vc_head,
-            V_PER_HEAD, DV, BLOCK_V, LIMIT,
-        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=("rows", "tokens"))

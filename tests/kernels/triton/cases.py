@@ -78,8 +78,9 @@ class Case:
         *,
         deterministic: bool = False,
         dtype: torch.dtype | None = None,
+        new: tuple[Tensor, Tensor | None] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Out and LSE. `dtype` is the output's, that of q unless given."""
+        """Out and LSE. `dtype` is the output's, that of q unless given; `new` are keys that the kernel is to write."""
         request = self.request(deterministic=deterministic)
         refused = kernel.reject(request, self.q.device)
         assert not refused, "; ".join(map(str, refused))
@@ -89,8 +90,11 @@ class Case:
         around = around.to(dtype or self.q.dtype)
         out, lse = around[1:-1, :-1, :-3], torch.full(shape[:2], math.nan, device=self.q.device)
         prepared = kernel.prepare(self.segment, self.layer, request, ws)
-        scales = {"k_scale": self.k_scale, "v_scale": self.v_scale}
-        kernel.run(prepared, self.q, self.k, self.v, out, lse=lse, sinks=self.sinks, **scales)
+        options: dict[str, Any] = {"k_scale": self.k_scale, "v_scale": self.v_scale}
+        if new is not None:
+            assert kernel.stores(prepared)
+            options["new"] = new
+        kernel.run(prepared, self.q, self.k, self.v, out, lse=lse, sinks=self.sinks, **options)
         out = out.clone()
         around[1:-1, :-1, :-3] = math.nan
         assert around.isnan().all(), "memory around out was written"

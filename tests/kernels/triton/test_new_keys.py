@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import attrs
 import pytest
 import torch
@@ -27,11 +25,7 @@ def check(case, processors, deterministic=False):
     torch.testing.assert_close(wanted[0].isnan().any(), torch.tensor(False))
     before, new = forgotten(case)
     ws = Processors(TorchOps(), torch.device("cpu"), {}, processors)
-    prepared = KERNEL.prepare(before.segment, case.layer, case.request(deterministic=deterministic), ws)
-    assert KERNEL.stores(prepared)
-    out, lse = torch.full_like(wanted[0], math.nan), torch.full_like(wanted[1], math.nan)
-    scales = {"k_scale": case.k_scale, "v_scale": case.v_scale}
-    KERNEL.run(prepared, case.q, before.k, before.v, out, lse=lse, sinks=case.sinks, new=new, **scales)
+    out, lse = before.run(KERNEL, ws, deterministic=deterministic, new=new)
     for cache, right in ((before.k, case.k), (before.v, case.v)):
         assert torch.equal(cache.nan_to_num(7.0), right.nan_to_num(7.0))
     torch.testing.assert_close(out, wanted[0], atol=2e-5, rtol=0)
