@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -17,6 +16,7 @@ import faback
 from faback.bench.warm import warm
 from faback.cli.output import main_console, side_console, table
 from faback.core.errors import ConfigError
+from faback.core.files import write_json
 
 SUITES = ("kernels", "providers", "step")
 
@@ -40,14 +40,13 @@ def command(
         names = [name for name in _names(suite) if only in name]
         say = side_console().print
         warm(partial(_discard, suite, kernel or []), names, processes, lambda name: say(f"compiled {name}"))
-    rows = []
+    report = environment(commit) | {"suite": suite}
+    rows: list[dict[str, Any]] = []
     for row in _rows(suite, kernel or [], only):
         side_console().print(" ".join(f"{name}={value}" for name, value in row.items()), highlight=False)
         rows.append(row)
-    if json_file is not None:
-        report = environment(commit) | {"suite": suite, "rows": rows}
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(json.dumps(report, indent=1) + "\n")
+        if json_file is not None:  # after each row: a run that is cut off keeps what it had
+            write_json(json_file, report | {"rows": rows})
     columns = tuple(dict.fromkeys(name for row in rows for name in row))
     shown = [[row.get(column, "") for column in columns] for row in rows]
     main_console().print(table(f"Suite {suite}, {torch.cuda.get_device_name()}", columns, shown))
