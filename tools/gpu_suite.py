@@ -31,7 +31,7 @@ from faback.testing.options import MODES, OVERLAYS, Options, impossible
 
 ROOT = Path(__file__).parents[1]
 COUNTS = re.compile(r"(\d+) (passed|failed|errors?|skipped|xfailed|scenarios|(?:cells )?equal|refused|wrong)\b")
-ENDING = 60
+ENDING = 120
 """Seconds that a fuzz is given to end, for it looks at the clock between scenarios."""
 
 
@@ -134,7 +134,7 @@ def checks(args: argparse.Namespace, scratch: Path) -> list[Job]:
 
 def fuzzes(args: argparse.Namespace, scratch: Path) -> list[Job]:
     """A process for each seed."""
-    base = (sys.executable, "-m", "faback", "check", "--device", "cuda", "--fuzz", str(args.limit - ENDING))
+    base = (sys.executable, "-m", "faback", "check", "--device", "cuda", "--fuzz", str(max(1, args.limit - ENDING)))
     return [Job(f"seed {n}", (*base, "--seed", str(n))) for n in range(args.seed, args.seed + args.processes)]
 
 

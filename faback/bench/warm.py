@@ -14,13 +14,16 @@ from multiprocessing import get_context
 def warm(
     work: Callable[[str], None], names: Sequence[str], processes: int, say: Callable[[str], None] = lambda name: None
 ) -> None:
-    """Does work by name, each in one of some fresh processes. What fails there will fail, and be told, when measured.
+    """Does work by name, each in one of some fresh processes.
+
+    Nothing is raised for work that fails. What fails for good does so again, and is told, when it is measured; what
+    found no memory beside the other processes is compiled then.
 
     Args:
         work: can be pickled.
         names: what there is to do; the costliest had better come first.
         processes: at once.
-        say: told each name that is done.
+        say: told each name that is done, with the reason if that failed.
     """
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
         for name in pool.map(partial(_done, work), names):
@@ -28,5 +31,8 @@ def warm(
 
 
 def _done(work: Callable[[str], None], name: str) -> str:
-    work(name)
+    try:
+        work(name)
+    except Exception as error:  # noqa: BLE001  see above
+        return f"{name} failed, {type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
     return name

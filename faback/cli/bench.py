@@ -39,7 +39,7 @@ def command(
     if processes:
         names = [name for name in _names(suite) if only in name]
         say = side_console().print
-        warm(partial(_discard, suite, kernel or []), names, processes, lambda name: say(f"compiled {name}"))
+        warm(partial(_discard, suite, kernel or []), names, processes, lambda name: say(f"compiling: {name}"))
     report = environment(commit) | {"suite": suite}
     rows: list[dict[str, Any]] = []
     for row in _rows(suite, kernel or [], only):
@@ -74,8 +74,11 @@ def _names(suite: str) -> list[str]:
 
 def _discard(suite: str, kernels: Sequence[str], name: str) -> None:
     """Measures what has a name and throws the figures away, which other processes have spoilt."""
-    for _ in _rows(suite, kernels, name):
-        pass
+    try:
+        for _ in _rows(suite, kernels, name):
+            pass
+    finally:
+        torch.cuda.empty_cache()  # for the other processes
 
 
 def environment(commit: str | None = None) -> dict[str, Any]:

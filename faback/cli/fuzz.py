@@ -9,6 +9,7 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
+from faback.cli.output import side_console
 from faback.core.backend import AttentionBackend
 from faback.core.config import BackendConfig
 from faback.core.registry import Registry
@@ -20,6 +21,8 @@ from faback.testing.late import Replayed
 
 ON_GPU = 12
 """How often a scenario is told with other sizes where kernels are compiled for it."""
+PAUSE = 30.0
+"""Seconds between two lines that say how far it is."""
 
 
 @attrs.define
@@ -37,6 +40,9 @@ class Fuzzing:
     scenarios: int = 0
     equal: int = 0
     refused: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.scenarios} scenarios, {self.equal} cells equal, {self.refused} refused"
 
     def judge(self, options: Options) -> str:
         """What is wrong on any kernel, "" where nothing is."""
@@ -67,12 +73,19 @@ class Fuzzing:
 def run(seconds: float, seed: int, device: torch.device, registry: Registry, console: Console) -> list[Finding]:
     """Fuzzes, and says what was seen: how much, and for each finding its smallest scenario as a script."""
     fuzzing, start = Fuzzing(device, registry), time.perf_counter()
-    found = fuzz(fuzzing.judge, seconds=seconds, seed=seed, each=1 if device.type == "cpu" else ON_GPU)
+    each, due = 1 if device.type == "cpu" else ON_GPU, start + PAUSE
+
+    def told(count: int) -> None:
+        nonlocal due
+        if time.perf_counter() >= due:  # a run that is cut off has said what it saw
+            side_console().print(Text(f"{fuzzing} so far, seed {seed}"))
+            due = time.perf_counter() + PAUSE
+
+    found = fuzz(fuzzing.judge, seconds=seconds, seed=seed, each=each, told=told)
     for finding in found:
         kernel = finding.reason.split(":")[0].split(",")[0]
         console.print(Text(f"wrong: {finding.reason}", style="bold red"))
         console.print(Text(finding.script(kernel)), highlight=False)
     spent = time.perf_counter() - start
-    counts = f"{fuzzing.scenarios} scenarios, {fuzzing.equal} cells equal, {fuzzing.refused} refused"
-    console.print(Text(f"{counts}, {len(found)} wrong on {device} in {spent:.0f} s, seed {seed}"))
+    console.print(Text(f"{fuzzing}, {len(found)} wrong on {device} in {spent:.0f} s, seed {seed}"))
     return found

@@ -18,6 +18,17 @@ def test_all_is_done_elsewhere(tmp_path):
     assert str(os.getpid()) not in {(tmp_path / name).read_text() for name in told}
 
 
+def fail_at(name, given):
+    if given == name:
+        raise MemoryError("no room\nfor details")
+
+
+def test_the_rest_is_done_when_something_fails():
+    told = []
+    warm(partial(fail_at, "a"), ["a", "b"], 1, told.append)
+    assert told == ["a failed, MemoryError: no room", "b"]
+
+
 def test_every_suite_has_names_to_choose_from():
     for suite in SUITES:
         names = _names(suite)

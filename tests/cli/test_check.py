@@ -167,6 +167,13 @@ def test_fuzzing_says_how_much_it_saw(faback_cli):
     assert "0 wrong on cpu" in result.stdout and "seed 7" in result.stdout
 
 
+def test_fuzzing_says_how_far_it_is(faback_cli, monkeypatch):
+    monkeypatch.setattr("faback.cli.fuzz.PAUSE", 0.0)
+    result = faback_cli("check", "--fuzz", "1", "--seed", "7", "--device", "cpu")
+    lines = [line for line in result.stderr.splitlines() if line.endswith("refused so far, seed 7")]
+    assert lines[0].startswith("1 scenarios, ") and len(lines) > 1
+
+
 def test_fuzzing_finds_a_wrong_kernel(faback_cli, monkeypatch):
     stubs.install(monkeypatch, stubs.Point("skew", stubs.Plugin(stubs.Skewed())))
     result = faback_cli("check", "--fuzz", "60", "--device", "cpu")
