@@ -25,7 +25,7 @@ class MultiStepDraft:
     """The draft model's attention over all steps of a round.
 
     The last of `speculative.num_steps` drafted tokens is not attended from, so a round has one step less. All steps
-    share one workspace, in which each fill covers every step: planning them costs what planning one does.
+    share one workspace, in which each fill covers every step: planning them launches what planning one does.
 
     Args:
         config: with `speculative`.
