@@ -38,7 +38,7 @@ def command(
         raise ConfigError("faback bench", wanted="a CUDA GPU", got="none", hint="Kernels are timed where they run.")
     if processes:
         names = [name for name in _names(suite) if only in name]
-        say = side_console().print
+        say = partial(side_console().print, markup=False, highlight=False)
         warm(partial(_discard, suite, kernel or []), names, processes, lambda name: say(f"compiling: {name}"))
     report = environment(commit) | {"suite": suite}
     rows: list[dict[str, Any]] = []
