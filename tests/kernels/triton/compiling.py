@@ -39,6 +39,8 @@ class Built:
         spills: bytes of stack per thread; a kernel without calls has one only for registers that it ran out of.
         shared: bytes of shared memory per block.
         warps: per block.
+        serialized: each asynchronous product (`wgmma`) is waited for before the next, as ptxas has it where registers
+            run short; False where there are none.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Built:
     spills: int
     shared: int
     warps: int
+    serialized: bool
 
     @classmethod
     def of(cls, kernel: Any) -> Built:
@@ -53,7 +56,9 @@ class Built:
         name = kernel.metadata.name
         info = function_info(kernel.asm["cubin"])
         registers, spills = (max(info.get(key, {0: 0}).values()) for key in (ATTRIBUTE_REGCOUNT, ATTRIBUTE_FRAME_SIZE))
-        return cls(name, registers, spills, kernel.metadata.shared, kernel.metadata.num_warps)
+        code = kernel.asm["sass"]
+        products, waits = code.count("HGMMA."), code.count("WARPGROUP.DEPBAR.")
+        return cls(name, registers, spills, kernel.metadata.shared, kernel.metadata.num_warps, 0 < products <= waits)
 
 
 class AbsentGPU:
