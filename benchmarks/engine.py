@@ -296,12 +296,13 @@ def main(line: Sequence[str] | None = None) -> None:
     """Measures, prints, and writes a report."""
     args = arguments(line)
     torch.backends.cuda.matmul.allow_tf32 = False
-    gpu = environment(args.commit) if torch.cuda.is_available() else {"gpu": None}
-    report: dict[str, Any] = gpu | {"transformers": transformers.__version__, "suite": "engine", "rows": []}
+    rows: list[dict[str, Any]] = []
+    gpu = environment(args.commit) if args.json and torch.cuda.is_available() else {"gpu": None}
+    report = gpu | {"transformers": transformers.__version__, "suite": "engine", "rows": rows}
     for name in args.model or ("llama-3-8b", "gemma-3-4b"):
         for row in measure(name, args):
             print(row, flush=True)
-            report["rows"].append(row)
+            rows.append(row)
             if args.json:  # after each row: the slow ways come last
                 write_json(args.json, report)
         gc.collect()

@@ -40,13 +40,13 @@ def command(
         names = [name for name in _names(suite) if only in name]
         say = partial(side_console().print, markup=False, highlight=False)
         warm(partial(_discard, suite, kernel or []), names, processes, lambda name: say(f"compiling: {name}"))
-    report = environment(commit) | {"suite": suite}
     rows: list[dict[str, Any]] = []
+    report = None if json_file is None else environment(commit) | {"suite": suite, "rows": rows}
     for row in _rows(suite, kernel or [], only):
         side_console().print(" ".join(f"{name}={value}" for name, value in row.items()), highlight=False)
         rows.append(row)
         if json_file is not None:  # after each row: a run that is cut off keeps what it had
-            write_json(json_file, report | {"rows": rows})
+            write_json(json_file, report)
     columns = tuple(dict.fromkeys(name for row in rows for name in row))
     shown = [[row.get(column, "") for column in columns] for row in rows]
     main_console().print(table(f"Suite {suite}, {torch.cuda.get_device_name()}", columns, shown))

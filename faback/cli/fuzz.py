@@ -73,7 +73,8 @@ class Fuzzing:
 def run(seconds: float, seed: int, device: torch.device, registry: Registry, console: Console) -> list[Finding]:
     """Fuzzes, and says what was seen: how much, and for each finding its smallest scenario as a script."""
     fuzzing, start = Fuzzing(device, registry), time.perf_counter()
-    each, due = 1 if device.type == "cpu" else ON_GPU, start + PAUSE
+    each = 1 if device.type == "cpu" else ON_GPU
+    due = start + PAUSE
 
     def told(count: int) -> None:
         nonlocal due

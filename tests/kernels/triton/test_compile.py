@@ -78,11 +78,11 @@ SPILLS = {
 }
 """Bytes per thread that are spilled on sm_90, as measured. Everything else spills nothing."""
 
-SERIALIZED = {"prefill", "prefill blocks"}
-"""Cases whose asynchronous products wait for one another on sm_90; docs/triton-notes.md says what that costs."""
-
 SPILLS_OLDER = {"decode e5m2": 8, "decode new": 8}
 """Likewise on sm_80."""
+
+SERIALIZED = {"prefill", "prefill blocks"}
+"""Cases whose asynchronous products wait for one another on sm_90; docs/triton-notes.md says what that costs."""
 
 
 def prepared(name, arch):
