@@ -19,8 +19,8 @@ def capped(x, scale, softcap):
 
 
 @triton.jit
-def absorb(x, factor, seen, m, total, acc, MASKED: tl.constexpr, SPREAD: tl.constexpr):
-    """Online softmax: takes scores factor * x [M, N] in; returns weights [M, N], and m, total, acc rescaled.
+def absorb(x, factor, seen, m, total, MASKED: tl.constexpr, SPREAD: tl.constexpr):
+    """Online softmax: takes scores factor * x [M, N] in; returns weights [M, N], m, total, and what acc shrinks by.
 
     With SPREAD the sums stay spread over N until the end: where a row belongs to several warps, each sum would cost
     them a round through shared memory.
@@ -35,7 +35,7 @@ def absorb(x, factor, seen, m, total, acc, MASKED: tl.constexpr, SPREAD: tl.cons
     p = tl.exp2(x * factor - base[:, None])
     shrink = tl.exp2(m - base)
     total = total * shrink[:, None] + p if SPREAD else total * shrink + tl.sum(p, 1)
-    return p, highest, total, acc * shrink[:, None]
+    return p, highest, total, shrink
 
 
 @triton.jit
@@ -110,13 +110,12 @@ def score_tile(
 
 
 @triton.jit
-def add_tile(
-    x, factor, seen, keys, v_base, slot, exists, v_slot, d_value, m, total, acc,
+def add_values(
+    weights, shrink, keys, v_base, slot, exists, v_slot, d_value, acc,
     DV: tl.constexpr, SHARE_KV: tl.constexpr, FP32: tl.constexpr, UPCAST: tl.constexpr, MASKED: tl.constexpr,
-    SPREAD: tl.constexpr,
 ):  # fmt: skip
-    """Takes one tile's scores and its values into m, total and acc."""
-    weights, m, total, acc = absorb(x, factor, seen, m, total, acc, MASKED, SPREAD)
+    """acc [M, V_BLOCK], shrunk, plus weights [M, N] @ the values at slots."""
+    acc = acc * shrink[:, None]
     if SHARE_KV:
         values = tl.trans(keys)
     else:
@@ -125,4 +124,18 @@ def add_tile(
             v_base + slot.to(tl.int64)[:, None] * v_slot + d, exists[:, None], d, DV, DV == d_value.shape[0], MASKED
         )
         values = widened(values, keys.dtype, not UPCAST)
-    return m, total, dot(weights.to(keys.dtype), values, acc, FP32, UPCAST)
+    return dot(weights.to(keys.dtype), values, acc, FP32, UPCAST)
+
+
+@triton.jit
+def add_tile(
+    x, factor, seen, keys, v_base, slot, exists, v_slot, d_value, m, total, acc,
+    DV: tl.constexpr, SHARE_KV: tl.constexpr, FP32: tl.constexpr, UPCAST: tl.constexpr, MASKED: tl.constexpr,
+    SPREAD: tl.constexpr,
+):  # fmt: skip
+    """Takes one tile's scores and its values into m, total and acc."""
+    weights, m, total, shrink = absorb(x, factor, seen, m, total, MASKED, SPREAD)
+    acc = add_values(
+        weights, shrink, keys, v_base, slot, exists, v_slot, d_value, acc, DV, SHARE_KV, FP32, UPCAST, MASKED
+    )
+    return m, total, acc
