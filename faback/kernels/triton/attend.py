@@ -14,7 +14,7 @@ import triton.language as tl
 from faback.kernels.triton.finish import finish, merge_splits
 from faback.kernels.triton.rules import clear_of, near, slots_of, span_of
 from faback.kernels.triton.schedule import find_work
-from faback.kernels.triton.softmax import LOG2E, absorb, add_tile, add_values, capped, score_tile
+from faback.kernels.triton.softmax import LOG2E, absorb, add_tile, add_values, capped, offset, score_tile
 from faback.kernels.triton.store import store_tokens
 
 COUNTS = (
@@ -103,7 +103,7 @@ def tail_per_query(
 @triton.jit(do_not_specialize=COUNTS, do_not_specialize_on_alignment=INDEX_TENSORS)
 def attend(
     q, k, v, out, lse, sinks, k_scale, v_scale, new_k, new_v,
-    K_PER_HEAD: tl.constexpr, V_PER_HEAD: tl.constexpr, FAR_HEADS: tl.constexpr,
+    K_PER_HEAD: tl.constexpr, V_PER_HEAD: tl.constexpr, FAR: tl.constexpr,
     q_token, q_head, k_slot, k_head, v_slot, v_head, o_token, o_head,
     nk_token, nk_head, nv_token, nv_head, lse_token,
     k_factor, v_factor,
@@ -241,7 +241,7 @@ def attend(
         key_scale = tl.load(k_scale + head * K_PER_HEAD)
     if v_scale is not None:
         value_scale = tl.load(v_scale + head * V_PER_HEAD)
-    far = head.to(tl.int64) if FAR_HEADS else head
+    far = head.to(tl.int64) if FAR else head
     k_base, v_base = k + far * k_head, v + far * v_head
     factor = LOG2E if HAS_SOFTCAP else scale * key_scale * LOG2E
     columns = tl.arange(0, BLOCK_N)
@@ -256,7 +256,7 @@ def attend(
         tl.static_assert(not SHARE_KV, "the keys of a tile before are gone")
         weights = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         shrink = tl.full((BLOCK_M,), 1.0, tl.float32)
-        behind = slot.to(tl.int64)
+        behind = offset(slot, v_slot, FAR)
     for n in range(clear_from, clear_till, BLOCK_N):
         upcoming = slots_at(
             n + BLOCK_N, clear_till, prefix, low, table, skipped, req_to_token, slot_map,
@@ -265,26 +265,26 @@ def attend(
         exists = columns >= 0
         keys, x = score_tile(
             q_main, q_rest, peak, k_base, slot, exists, k_slot, d_main, d_rest, scale * key_scale, softcap,
-            DK, DR, HAS_SOFTCAP, FP32, UPCAST, FP8, SHARE_KV, False,
+            DK, DR, HAS_SOFTCAP, FP32, UPCAST, FP8, SHARE_KV, False, FAR,
         )  # fmt: skip
         if LATE_VALUES:
             acc = add_values(
-                weights, shrink, q_main, v_base, behind, exists, v_slot, d_value, acc,
-                DV, SHARE_KV, FP32, UPCAST, False,
+                weights, shrink, q_main, v_base, behind, exists, 1, d_value, acc,
+                DV, SHARE_KV, FP32, UPCAST, False, FAR,
             )  # fmt: skip
             weights, m, total, shrink = absorb(x, factor, exists[None, :], m, total, False, SPREAD)
-            behind = slot.to(tl.int64)
+            behind = offset(slot, v_slot, FAR)
         else:
             m, total, acc = add_tile(
                 x, factor, exists[None, :], keys, v_base, slot, exists, v_slot, d_value, m, total, acc,
-                DV, SHARE_KV, FP32, UPCAST, False, SPREAD,
+                DV, SHARE_KV, FP32, UPCAST, False, SPREAD, FAR,
             )  # fmt: skip
         slot = upcoming
     if LATE_VALUES:
         if clear_tiles > 0:
             acc = add_values(
-                weights, shrink, q_main, v_base, behind, columns >= 0, v_slot, d_value, acc,
-                DV, SHARE_KV, FP32, UPCAST, False,
+                weights, shrink, q_main, v_base, behind, columns >= 0, 1, d_value, acc,
+                DV, SHARE_KV, FP32, UPCAST, False, FAR,
             )  # fmt: skip
     # ---- ragged tiles before and behind them, and the tail in the last split
     before = tl.cdiv(tl.maximum(tl.minimum(clear_from, last) - first, 0), BLOCK_N)
@@ -330,11 +330,11 @@ def attend(
             seen = seen & (cached[None, :] | allowed)
         keys, x = score_tile(
             q_main, q_rest, peak, k_base, slot, exists, k_slot, d_main, d_rest, scale * key_scale, softcap,
-            DK, DR, HAS_SOFTCAP, FP32, UPCAST, FP8, SHARE_KV, True,
+            DK, DR, HAS_SOFTCAP, FP32, UPCAST, FP8, SHARE_KV, True, FAR,
         )  # fmt: skip
         m, total, acc = add_tile(
             x, factor, seen & exists[None, :], keys, v_base, slot, exists, v_slot, d_value, m, total, acc,
-            DV, SHARE_KV, FP32, UPCAST, True, SPREAD,
+            DV, SHARE_KV, FP32, UPCAST, True, SPREAD, FAR,
         )  # fmt: skip
     if SPREAD:
         total = tl.sum(total, 1)

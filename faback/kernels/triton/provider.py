@@ -116,7 +116,7 @@ class TritonAttention(KernelProvider):
             kv_itemsize=request.kv_dtype.itemsize,
             pairs=segment.rows * heads,
             processors=ws.processors(),
-            max_kv_len=segment.max_kv_len,
+            max_kv_len=min(segment.max_kv_len, segment.max_seqlen_q + _reach(segment)),
             deterministic=deterministic,
         )
         tile = pick(shape, request.arch or DEFAULT_ARCH)
@@ -168,8 +168,9 @@ class TritonAttention(KernelProvider):
         (q, q_strides), (k, k_strides), (v, v_strides) = by_token(q), by_token(k), by_token(v)
         scales, flags, factors = scale_args(k_scale, v_scale)
         strides = (*q_strides, *k_strides, *v_strides, *out.stride()[:2])
-        # Where it is not needed, 64-bit arithmetic costs 8-bit caches a tenth: ptxas schedules another loop.
-        far = max(k_strides[1], v_strides[1]) * k.shape[1] > WIDEST
+        # Where it is not needed, 64-bit arithmetic costs instructions, a quarter of the loop that decodes one request.
+        (tokens, heads), (k_token, k_head), (v_token, v_head) = k.shape[:2], k_strides, v_strides
+        far = max(tokens * k_token + heads * k_head, tokens * v_token + heads * v_head) > WIDEST
         new_k, new_v, new_strides = (None, None, (0, 0, 0, 0)) if new is None else pair_by_token(*new)
         numbers = (*flags, far, *strides, *new_strides, 0 if lse is None else lse.stride(0))
         for grid, launch in prepared.launches:

@@ -87,13 +87,19 @@ def fetched(ptr, exists, d, D: tl.constexpr, WHOLE: tl.constexpr, MASKED: tl.con
 
 
 @triton.jit
+def offset(slot, stride, FAR: tl.constexpr):
+    """Where slots begin, in 64 bits if the cache is that large: in 32 they take a third of the instructions."""
+    return (slot.to(tl.int64) if FAR else slot) * stride
+
+
+@triton.jit
 def score_tile(
     q_main, q_rest, peak, k_base, slot, exists, k_slot, d_main, d_rest, scale, softcap,
     DK: tl.constexpr, DR: tl.constexpr, HAS_SOFTCAP: tl.constexpr, FP32: tl.constexpr, UPCAST: tl.constexpr,
-    FP8: tl.constexpr, SHARE_KV: tl.constexpr, MASKED: tl.constexpr,
+    FP8: tl.constexpr, SHARE_KV: tl.constexpr, MASKED: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     """Keys [K_MAIN, N] at slots, and the raw scores [M, N] of the queries against them, capped if there is a cap."""
-    k_ptr = k_base + slot.to(tl.int64)[None, :] * k_slot
+    k_ptr = k_base + offset(slot, k_slot, FAR)[None, :]
     d = d_main[:, None]
     keys = fetched(k_ptr + d, exists[None, :], d, DK, DK >= d_main.shape[0], MASKED)
     keys = widened(keys, q_main.dtype, SHARE_KV and not UPCAST)
@@ -113,6 +119,7 @@ def score_tile(
 def add_values(
     weights, shrink, keys, v_base, slot, exists, v_slot, d_value, acc,
     DV: tl.constexpr, SHARE_KV: tl.constexpr, FP32: tl.constexpr, UPCAST: tl.constexpr, MASKED: tl.constexpr,
+    FAR: tl.constexpr,
 ):  # fmt: skip
     """acc [M, V_BLOCK], shrunk, plus weights [M, N] @ the values at slots."""
     acc = acc * shrink[:, None]
@@ -121,7 +128,7 @@ def add_values(
     else:
         d = d_value[None, :]
         values = fetched(
-            v_base + slot.to(tl.int64)[:, None] * v_slot + d, exists[:, None], d, DV, DV == d_value.shape[0], MASKED
+            v_base + offset(slot, v_slot, FAR)[:, None] + d, exists[:, None], d, DV, DV == d_value.shape[0], MASKED
         )
         values = widened(values, keys.dtype, not UPCAST)
     return dot(weights.to(keys.dtype), values, acc, FP32, UPCAST)
@@ -131,11 +138,11 @@ def add_values(
 def add_tile(
     x, factor, seen, keys, v_base, slot, exists, v_slot, d_value, m, total, acc,
     DV: tl.constexpr, SHARE_KV: tl.constexpr, FP32: tl.constexpr, UPCAST: tl.constexpr, MASKED: tl.constexpr,
-    SPREAD: tl.constexpr,
+    SPREAD: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     """Takes one tile's scores and its values into m, total and acc."""
     weights, m, total, shrink = absorb(x, factor, seen, m, total, MASKED, SPREAD)
     acc = add_values(
-        weights, shrink, keys, v_base, slot, exists, v_slot, d_value, acc, DV, SHARE_KV, FP32, UPCAST, MASKED
+        weights, shrink, keys, v_base, slot, exists, v_slot, d_value, acc, DV, SHARE_KV, FP32, UPCAST, MASKED, FAR
     )
     return m, total, acc

@@ -45,7 +45,7 @@ class Shape:
         itemsize, kv_itemsize: bytes of q's dtype and of the cache's.
         pairs: rows of the batch * KV heads.
         processors: multiprocessors of the device.
-        max_kv_len: bound of the keys of a request.
+        max_kv_len: bound of the keys that the queries of a request see: windows and chunks make contexts short.
         deterministic: the tile may depend on nothing that belongs to the batch.
     """
 
@@ -85,8 +85,10 @@ class Shape:
         if self.kv_itemsize == 1:
             return "fp8"
         if self.pairs >= 2 * self.processors:
-            return "many"
-        return "long" if self._long else "few"
+            return "many" if self.max_kv_len > 2048 else "manyshort"
+        if self._long:
+            return "long" if self.pairs < self.processors else "longmany"
+        return "few"
 
     def _classify_more(self) -> str:
         few = self.pairs * (self.packed_rows // 64) < self.processors
@@ -105,7 +107,9 @@ TABLE: Mapping[int, Mapping[str, Tile]] = MappingProxyType(
             {
                 "few": Tile(16, 128, 4, 3, 1),
                 "long": Tile(16, 64, 2, 3, 2),
+                "longmany": Tile(16, 64, 2, 3, 6),
                 "many": Tile(16, 32, 1, 4, 6),
+                "manyshort": Tile(16, 32, 1, 4, 3),
                 "fp8": Tile(16, 64, 1, 3, 2),
                 "rows32": Tile(32, 64, 4, 3, 1),
                 "rows64few": Tile(64, 128, 4, 3, 1),
@@ -126,7 +130,9 @@ TABLE: Mapping[int, Mapping[str, Tile]] = MappingProxyType(
             {
                 "few": Tile(16, 64, 4, 3, 2),
                 "long": Tile(16, 64, 4, 3, 2),
+                "longmany": Tile(16, 64, 4, 3, 2),
                 "many": Tile(16, 32, 1, 4, 6),
+                "manyshort": Tile(16, 32, 1, 4, 3),
                 "fp8": Tile(16, 64, 1, 3, 2),
                 "rows32": Tile(32, 64, 4, 3, 1),
                 "rows64few": Tile(64, 64, 4, 3, 1),

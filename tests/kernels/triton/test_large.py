@@ -43,9 +43,9 @@ def far_apart(tensor, dim, stride=FAR):
     return spread
 
 
-@pytest.mark.parametrize("what", ["k", "v", "q", "tail"])
+@pytest.mark.parametrize("what", ["k", "v", "q", "k slots", "v slots", "tail"])
 def test_strides_that_times_an_index_pass_32_bits(what):
-    """Keys and values by head, as some pools have them; queries by head; rows of a table of drafted slots."""
+    """Keys and values by head, as some pools have them, or by slot; queries by head; rows of a table of drafted slots."""
     features = {"tail_slots", "scales"} if what == "tail" else {"sinks"}
     rows = [(1, 70), (2, 9), (2, 40), (1, 3)]
     dtypes = {"dtype": torch.float16, "kv_dtype": E5M2}
@@ -54,6 +54,8 @@ def test_strides_that_times_an_index_pass_32_bits(what):
     if what == "tail":
         tail = attrs.evolve(case.segment.tail, slots=far_apart(case.segment.tail.slots, 0))
         far = attrs.evolve(case, segment=attrs.evolve(case.segment, tail=tail))
+    elif "slots" in what:
+        far = attrs.evolve(case, **{what[0]: far_apart(getattr(case, what[0]), 0, FAR // 16)})
     else:
         far = attrs.evolve(case, **{what: far_apart(getattr(case, what), 1)})
     assert all(map(torch.equal, wanted, far.run(KERNEL)))
