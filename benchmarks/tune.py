@@ -1,10 +1,9 @@
 """Tries tile shapes of the Triton kernel on measured cases, to regenerate `faback/kernels/triton/tiles.py`.
 
-    python benchmarks/tune.py "decode bs 64 ctx 4096" 16,64,4,3,2 16,32,1,4,6 128,64,8,3,1,0,0,1
+    python benchmarks/tune.py "decode bs 64 ctx 4096" 16,64,4,3,2 16,32,1,4,6 128,64,8,3,1,0,128
 
-Each shape is block_m, block_n, warps, stages, waves and, if given, heads_first, registers (0: all) and late_values. All
-are compiled in parallel first; then each is checked and timed. Prints the median and the error of each, the fastest
-first.
+Each shape is block_m, block_n, warps, stages, waves and, if given, heads_first (0 or 1) and registers. All are compiled
+in parallel first; then each is checked and timed. Prints the median and the error of each, the fastest first.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ def tile(text: str) -> Tile:
     """The tile that a command line argument means."""
     numbers = [int(n) for n in text.split(",")]
     heads_first = bool(numbers[5]) if len(numbers) > 5 else True
-    more = *numbers[6:], 0, 0
-    return Tile(*numbers[:5], heads_first=heads_first, registers=more[0] or None, late_values=bool(more[1]))
+    return Tile(*numbers[:5], heads_first=heads_first, registers=numbers[6] if len(numbers) > 6 else None)
 
 
 def figures(case: Case, tiles: list[Tile], timed: bool) -> list[tuple[float, Tile, str]]:

@@ -14,7 +14,7 @@ import triton.language as tl
 from faback.kernels.triton.finish import finish, merge_splits
 from faback.kernels.triton.rules import clear_of, near, slots_of, span_of
 from faback.kernels.triton.schedule import find_work
-from faback.kernels.triton.softmax import LOG2E, absorb, add_tile, add_values, capped, offset, score_tile
+from faback.kernels.triton.softmax import LOG2E, absorb, add_tile, capped, score_tile
 from faback.kernels.triton.store import store_tokens
 
 COUNTS = (
@@ -93,8 +93,7 @@ def tail_per_query(
         seen = queries & near(p, at, left, right, chunk, HAS_LEFT, HAS_RIGHT, HAS_CHUNK)
         if CAUSAL:
             seen = seen & (at <= p)
-        weight, m, total, shrink = absorb(x[:, None], factor, seen[:, None], m, total, True, False)
-        acc = acc * shrink[:, None]
+        weight, m, total, acc = absorb(x[:, None], factor, seen[:, None], m, total, acc, True, False)
         value = tl.load(v_base + mine[:, None] * v_slot + d_value, mask=queries[:, None] & (d_value < DV), other=0.0)
         acc += weight * value.to(tl.float32)
     return m, total, acc
@@ -123,7 +122,6 @@ def attend(
     CAUSAL: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, HAS_CHUNK: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, COMMITTED: tl.constexpr, HAS_TAIL: tl.constexpr, PER_QUERY: tl.constexpr,
     SHARE_KV: tl.constexpr, FP32: tl.constexpr, UPCAST: tl.constexpr, FP8: tl.constexpr, LIMIT: tl.constexpr,
-    LATE_VALUES: tl.constexpr,
 ):  # fmt: skip
     """One work item of one KV head. Grid: work items * KV heads. Shapes as in `Segment` and `KernelProvider.run`.
 
@@ -249,14 +247,6 @@ def attend(
     slot = slots_at(
         clear_from, clear_till, prefix, low, table, skipped, req_to_token, slot_map, BLOCK_N, HAS_KEEP, PAGE, STRIDE
     )
-    if LATE_VALUES:
-        # Values are multiplied a tile late, while the matrix unit and the exponentials can work side by side: Triton
-        # waits for scores, but for a sum that only the next iteration needs it waits there. Weights stay float32 until
-        # then, for a product under way reads registers that nothing may overwrite.
-        tl.static_assert(not SHARE_KV, "the keys of a tile before are gone")
-        weights = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        shrink = tl.full((BLOCK_M,), 1.0, tl.float32)
-        behind = offset(slot, v_slot, FAR)
     for n in range(clear_from, clear_till, BLOCK_N):
         upcoming = slots_at(
             n + BLOCK_N, clear_till, prefix, low, table, skipped, req_to_token, slot_map,
@@ -267,25 +257,11 @@ def attend(
             q_main, q_rest, peak, k_base, slot, exists, k_slot, d_main, d_rest, scale * key_scale, softcap,
             DK, DR, HAS_SOFTCAP, FP32, UPCAST, FP8, SHARE_KV, False, FAR,
         )  # fmt: skip
-        if LATE_VALUES:
-            acc = add_values(
-                weights, shrink, q_main, v_base, behind, exists, 1, d_value, acc,
-                DV, SHARE_KV, FP32, UPCAST, False, FAR,
-            )  # fmt: skip
-            weights, m, total, shrink = absorb(x, factor, exists[None, :], m, total, False, SPREAD)
-            behind = offset(slot, v_slot, FAR)
-        else:
-            m, total, acc = add_tile(
-                x, factor, exists[None, :], keys, v_base, slot, exists, v_slot, d_value, m, total, acc,
-                DV, SHARE_KV, FP32, UPCAST, False, SPREAD, FAR,
-            )  # fmt: skip
+        m, total, acc = add_tile(
+            x, factor, exists[None, :], keys, v_base, slot, exists, v_slot, d_value, m, total, acc,
+            DV, SHARE_KV, FP32, UPCAST, False, SPREAD, FAR,
+        )  # fmt: skip
         slot = upcoming
-    if LATE_VALUES:
-        if clear_tiles > 0:
-            acc = add_values(
-                weights, shrink, q_main, v_base, behind, columns >= 0, 1, d_value, acc,
-                DV, SHARE_KV, FP32, UPCAST, False, FAR,
-            )  # fmt: skip
     # ---- ragged tiles before and behind them, and the tail in the last split
     before = tl.cdiv(tl.maximum(tl.minimum(clear_from, last) - first, 0), BLOCK_N)
     ragged = before + tl.cdiv(tl.maximum(last - clear_till, 0), BLOCK_N)

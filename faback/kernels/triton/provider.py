@@ -340,7 +340,6 @@ def _constants(layer: LayerKind, request: KernelRequest, tile: Tile, traits: dic
         "UPCAST": interpreting(),
         "FP8": request.kv_dtype in FP8 and request.q_dtype != torch.float32,
         "LIMIT": LIMITS.get(request.kv_dtype, 0.0),
-        "LATE_VALUES": tile.late_values,
     }
 
 

@@ -19,8 +19,8 @@ def capped(x, scale, softcap):
 
 
 @triton.jit
-def absorb(x, factor, seen, m, total, MASKED: tl.constexpr, SPREAD: tl.constexpr):
-    """Online softmax: takes scores factor * x [M, N] in; returns weights [M, N], m, total, and what acc shrinks by.
+def absorb(x, factor, seen, m, total, acc, MASKED: tl.constexpr, SPREAD: tl.constexpr):
+    """Online softmax: takes scores factor * x [M, N] in; returns weights [M, N], and m, total, acc rescaled.
 
     With SPREAD the sums stay spread over N until the end: where a row belongs to several warps, each sum would cost
     them a round through shared memory.
@@ -35,7 +35,7 @@ def absorb(x, factor, seen, m, total, MASKED: tl.constexpr, SPREAD: tl.constexpr
     p = tl.exp2(x * factor - base[:, None])
     shrink = tl.exp2(m - base)
     total = total * shrink[:, None] + p if SPREAD else total * shrink + tl.sum(p, 1)
-    return p, highest, total, shrink
+    return p, highest, total, acc * shrink[:, None]
 
 
 @triton.jit
@@ -116,13 +116,13 @@ def score_tile(
 
 
 @triton.jit
-def add_values(
-    weights, shrink, keys, v_base, slot, exists, v_slot, d_value, acc,
+def add_tile(
+    x, factor, seen, keys, v_base, slot, exists, v_slot, d_value, m, total, acc,
     DV: tl.constexpr, SHARE_KV: tl.constexpr, FP32: tl.constexpr, UPCAST: tl.constexpr, MASKED: tl.constexpr,
-    FAR: tl.constexpr,
+    SPREAD: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
-    """acc [M, V_BLOCK], shrunk, plus weights [M, N] @ the values at slots."""
-    acc = acc * shrink[:, None]
+    """Takes one tile's scores and its values into m, total and acc."""
+    weights, m, total, acc = absorb(x, factor, seen, m, total, acc, MASKED, SPREAD)
     if SHARE_KV:
         values = tl.trans(keys)
     else:
@@ -131,18 +131,4 @@ def add_values(
             v_base + offset(slot, v_slot, FAR)[:, None] + d, exists[:, None], d, DV, DV == d_value.shape[0], MASKED
         )
         values = widened(values, keys.dtype, not UPCAST)
-    return dot(weights.to(keys.dtype), values, acc, FP32, UPCAST)
-
-
-@triton.jit
-def add_tile(
-    x, factor, seen, keys, v_base, slot, exists, v_slot, d_value, m, total, acc,
-    DV: tl.constexpr, SHARE_KV: tl.constexpr, FP32: tl.constexpr, UPCAST: tl.constexpr, MASKED: tl.constexpr,
-    SPREAD: tl.constexpr, FAR: tl.constexpr,
-):  # fmt: skip
-    """Takes one tile's scores and its values into m, total and acc."""
-    weights, m, total, shrink = absorb(x, factor, seen, m, total, MASKED, SPREAD)
-    acc = add_values(
-        weights, shrink, keys, v_base, slot, exists, v_slot, d_value, acc, DV, SHARE_KV, FP32, UPCAST, MASKED, FAR
-    )
-    return m, total, acc
+    return m, total, dot(weights.to(keys.dtype), values, acc, FP32, UPCAST)

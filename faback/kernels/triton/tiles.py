@@ -22,7 +22,6 @@ class Tile:
         waves: work items per multiprocessor that the split plan aims at.
         heads_first: neighbouring programs take the heads of one block of queries, not the blocks of one head.
         registers: Triton's `maxnreg`, None for as many as there are.
-        late_values: values are multiplied while the weights of the next tile are computed. Results are the same.
     """
 
     block_m: int
@@ -32,7 +31,6 @@ class Tile:
     waves: int
     heads_first: bool = True
     registers: int | None = None
-    late_values: bool = False
 
 
 @attrs.frozen(kw_only=True)

@@ -21,7 +21,7 @@ needs_compiler()
 
 KERNEL = TritonAttention()
 BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
-DECODE, VERIFY, PREFILL = [(1, 50)] * 3, [(8, 40)] * 2, [(128, 130)]
+DECODE, VERIFY, PREFILL = [(1, 50)] * 3, [(8, 40)] * 2, [(130, 140)]
 MLA = {"dims": (576, 512), "latent": True, "heads": (16, 1)}
 FULL, LONG = {"processors": 1}, {"max_kv_len": 20000}
 """A device that a few rows fill, and room for long contexts: both decide which tile is chosen."""
@@ -29,7 +29,9 @@ FULL, LONG = {"processors": 1}, {"max_kv_len": 20000}
 CASES = {
     "decode": {"rows": DECODE},
     "decode long": {"rows": DECODE, "page": 16, "features": {"slot_map", "int64", "window", "keep"}, **LONG},
-    "decode many": {"rows": DECODE, "page": 64, "features": {"softcap", "sinks"}, **FULL},
+    "decode many": {"rows": DECODE, "page": 64, "features": {"softcap", "sinks"}, **FULL, "max_kv_len": 4096},
+    "decode many short": {"rows": DECODE, "page": 16, "features": {"window"}, **FULL, **LONG},
+    "decode many long": {"rows": DECODE, "page": 16, "processors": 5, **LONG},
     "decode blocks": {"rows": DECODE, "page": 16, "features": {"blocks", "dense", "window"}},
     "decode blocks apart": {"rows": DECODE, "page": 16, "features": {"blocks_apart", "dense", "sinks"}, **LONG},
     "decode e4m3": {"rows": DECODE, "kv_dtype": E4M3, "features": {"head_scales"}},
@@ -52,6 +54,8 @@ CASES = {
     "deterministic": {"rows": DECODE, "deterministic": True},
     "prefill": {"rows": PREFILL, **FULL},
     "prefill blocks": {"rows": PREFILL, "page": 16, "features": {"blocks", "dense"}, **FULL},
+    "prefill long": {"rows": PREFILL, "page": 16, **FULL, **LONG},
+    "verify 64": {"rows": [(64, 130)], "features": {"tree"}, **FULL},
     "prefill d64": {"rows": PREFILL, "dims": (64, 64), **FULL},
     "prefill d256": {"rows": PREFILL, "dims": (256, 256)},
 }
@@ -61,27 +65,24 @@ OLDER = ("decode e5m2", "decode new", "tree", "prefill")
 """Cases that are compiled for sm_80. Its 8-bit floats are e5m2, and there alone they are compiled."""
 
 SPILLS = {
-    "decode many": 144,  # one warp: more such programs at a time are worth it
-    "decode new many": 144,  # likewise
-    "decode e4m3": 112,  # likewise
-    "decode new e4m3": 128,  # likewise
-    "decode mla float32": 32,
-    "verify mla": 1296,  # 64 queries of 512 sums each leave nothing for the tail; faster all the same
-    "branches": 16,
-    "verify d64": 32,
-    "extend": 56,
-    "deterministic": 24,
-    "prefill": 400,  # sixteen warps with half of the registers each, on purpose
-    "prefill blocks": 400,  # likewise
-    "prefill d64": 112,  # likewise
-    "prefill d256": 664,
+    "decode many": 40,  # one warp: more such programs at a time are worth it
+    "decode many short": 56,  # likewise
+    "decode new many": 40,  # likewise
+    "decode e4m3": 128,  # likewise
+    "decode new e4m3": 144,  # likewise
+    "decode mla float32": 24,
+    "verify mla": 840,  # 64 queries of 512 sums each leave nothing for the tail; faster all the same
+    "verify 64": 528,  # sixteen warps with half of the registers each, on purpose
+    "extend": 48,
+    "extend long": 72,
+    "prefill d256": 648,
 }
 """Bytes per thread that are spilled on sm_90, as measured. Everything else spills nothing."""
 
-SPILLS_OLDER = {"decode e5m2": 8, "decode new": 8}
+SPILLS_OLDER = {"decode new": 8, "tree": 16}
 """Likewise on sm_80."""
 
-SERIALIZED = {"prefill", "prefill blocks"}
+SERIALIZED = {"verify 64"}
 """Cases whose asynchronous products wait for one another on sm_90; docs/triton-notes.md says what that costs."""
 
 

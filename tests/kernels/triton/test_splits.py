@@ -8,9 +8,7 @@ import pytest
 import torch
 
 from faback.kernels.torch_ops import TorchOps
-from faback.kernels.triton import provider
 from faback.kernels.triton.provider import TritonAttention
-from faback.kernels.triton.tiles import Tile
 from kernels.triton.cases import Processors
 from kernels.triton.interpreter import needs_interpreter
 from kernels.triton.segments import make_case, together
@@ -67,21 +65,6 @@ def test_more_processors_make_more_splits():
     few, lots = (case.run(KERNEL, ws)[0] for ws in (processors(1), processors(500)))
     assert not torch.equal(few, lots)
     torch.testing.assert_close(few, lots, atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize(
-    "features", [{"softcap", "sinks"}, {"window", "keep"}, {"tree", "slot_map"}, {"branches"}, {"raw"}], ids=together
-)
-def test_values_a_tile_late_change_no_bit(features, monkeypatch):
-    """Whatever tiles are clear: none, one or many."""
-    case = make_case(7, rows=[*LONG, (40, 300), (30, 20)], page=4, features=features, window=450, dtype=torch.float16)
-    found = []
-    for late in (False, True):
-        tile = Tile(64, 16, 4, 2, 2, late_values=late)
-        monkeypatch.setattr(provider, "pick", lambda *_, tile=tile: tile)
-        found.append(case.run(TritonAttention(), many()))
-    case.judge(*found[1])
-    assert all(map(torch.equal, *found))
 
 
 def test_scratch_memory_is_as_it_was():
