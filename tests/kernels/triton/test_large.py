@@ -45,7 +45,7 @@ def far_apart(tensor, dim, stride=FAR):
 
 @pytest.mark.parametrize("what", ["k", "v", "q", "k slots", "v slots", "tail"])
 def test_strides_that_times_an_index_pass_32_bits(what):
-    """Keys and values by head, as some pools have them, or by slot; queries by head; rows of a table of drafted slots."""
+    """Keys and values by head, as some pools have them, or by slot; queries by head; rows of a table of drafts."""
     features = {"tail_slots", "scales"} if what == "tail" else {"sinks"}
     rows = [(1, 70), (2, 9), (2, 40), (1, 3)]
     dtypes = {"dtype": torch.float16, "kv_dtype": E5M2}
