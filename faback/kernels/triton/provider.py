@@ -106,7 +106,7 @@ class TritonAttention(KernelProvider):
         self, segment: Segment, layer: LayerKind, request: KernelRequest, ws: Workspace, last: bool, write: KVWrite
     ) -> tuple[Grid, Launch]:
         """Grid and launch of some rows, new keys going where `write` says; the last bring the tokens behind them."""
-        heads = layer.num_kv_heads
+        heads, reach = layer.num_kv_heads, _reach(segment)
         deterministic = "deterministic" in request.features
         shape = Shape(
             packed_rows=segment.max_seqlen_q * layer.group_size,
@@ -116,14 +116,14 @@ class TritonAttention(KernelProvider):
             kv_itemsize=request.kv_dtype.itemsize,
             pairs=segment.rows * heads,
             processors=ws.processors(),
-            max_kv_len=min(segment.max_kv_len, segment.max_seqlen_q + _reach(segment)),
+            max_kv_len=min(segment.max_kv_len, segment.max_seqlen_q + reach),
             deterministic=deterministic,
         )
         tile = pick(shape, request.arch or DEFAULT_ARCH)
         items, target, fixed = _sizes(segment, layer, tile, deterministic, ws)
         args = _segment_args(segment, ws)
         tokens = segment.tokens if last else 0
-        args |= {"rows": segment.rows, "tokens": tokens, "target": target, "reach": _reach(segment)}
+        args |= {"rows": segment.rows, "tokens": tokens, "target": target, "reach": reach}
         args |= {"scale": layer.scale, "softcap": layer.softcap}
         args |= {"write_slots": write.slots, "write_map": write.slot_map}
         v_block = power_of_two(layer.v_head_dim)

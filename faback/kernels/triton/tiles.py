@@ -94,11 +94,11 @@ class Shape:
             return "rows32"
         if self.packed_rows <= 64 or (few and not self._long):
             return "rows64few" if few else "rows64"
-        if self.packed_rows >= 512:
-            return "prefilllong" if self._long else "prefill"
         if self._long:
             return "rows128long"
-        return "rows128" if self.packed_rows < 256 else "rows256"
+        if self.packed_rows < 256:
+            return "rows128"
+        return "rows256" if self.packed_rows < 512 else "prefill"
 
 
 TABLE: Mapping[int, Mapping[str, Tile]] = MappingProxyType(
@@ -118,7 +118,6 @@ TABLE: Mapping[int, Mapping[str, Tile]] = MappingProxyType(
                 "rows128long": Tile(128, 64, 8, 3, 1, heads_first=False),
                 "rows256": Tile(256, 64, 16, 3, 1, heads_first=False, registers=128),
                 "prefill": Tile(64, 64, 4, 3, 1, heads_first=False),
-                "prefilllong": Tile(128, 64, 8, 3, 1, heads_first=False),
                 "fixed": Tile(64, 64, 4, 3, 2),
                 "wideone": Tile(16, 32, 4, 3, 2),
                 "wide": Tile(64, 32, 4, 2, 2),
@@ -143,7 +142,6 @@ TABLE: Mapping[int, Mapping[str, Tile]] = MappingProxyType(
                 "rows128long": Tile(128, 64, 8, 2, 1, heads_first=False),
                 "rows256": Tile(128, 64, 8, 2, 1, heads_first=False),
                 "prefill": Tile(128, 64, 8, 2, 1, heads_first=False),
-                "prefilllong": Tile(128, 64, 8, 2, 1, heads_first=False),
                 "fixed": Tile(64, 64, 4, 2, 2),
                 "wideone": Tile(16, 32, 4, 2, 2),
                 "wide": Tile(64, 32, 4, 2, 2),
