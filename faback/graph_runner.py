@@ -202,11 +202,7 @@ def capture_all(runners: Sequence[GraphRunner], progress: bool = False) -> Graph
     if any(runner._backend is not backend for runner in runners):
         raise ConfigError("capture_all", wanted="runners of one backend", got="several backends")
     metadata = backend.reserve([runner._static(runner.sizes[-1])[0] for runner in runners], runners[0]._bounds)
-    pool = None
-    if runners[0]._stream is not None:
-        torch.cuda.empty_cache()  # as recording does, or the difference would be too small
-        pool = torch.cuda.graph_pool_handle()
-    before = _reserved(runners[0])
+    pool = torch.cuda.graph_pool_handle() if runners[0]._stream is not None else None
     passes = [(size, runner) for runner in runners for size in runner.sizes]
     recorded: dict[GraphRunner, dict[int, Recorded]] = {runner: {} for runner in runners}
     for size, runner in _shown(sorted(passes, key=lambda item: -item[0]), progress):
@@ -214,7 +210,7 @@ def capture_all(runners: Sequence[GraphRunner], progress: bool = False) -> Graph
     for runner, sizes in recorded.items():
         runner._recorded = sizes
     static = sum(runner.static_bytes for runner in runners)
-    return GraphMemory(metadata, static, _reserved(runners[0]) - before)
+    return GraphMemory(metadata, static, _held(pool))
 
 
 def usual_sizes(largest: int) -> list[int]:
@@ -245,9 +241,10 @@ def _one(plan: Plan | tuple[Plan, ...]) -> Plan:
     return plan if isinstance(plan, Plan) else plan[0]
 
 
-def _reserved(runner: GraphRunner) -> int:
-    """Bytes that torch holds on the device; 0 on a CPU."""
-    return torch.cuda.memory_reserved(runner._device) if runner._stream is not None else 0
+def _held(pool: Any) -> int:
+    """Bytes of a pool of graphs; 0 on a CPU. All that torch holds says less: recording frees what garbage has held."""
+    segments = torch.cuda.memory_snapshot() if pool is not None else []  # type: ignore[no-untyped-call]
+    return sum(segment["total_size"] for segment in segments if segment["segment_pool_id"] == pool)
 
 
 def _shown(passes: Sequence[T], progress: bool) -> Iterable[T]:

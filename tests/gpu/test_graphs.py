@@ -146,6 +146,20 @@ def test_two_hundred_alternations(mode):
     assert torch.cuda.memory_reserved() == held
 
 
+def test_memory_that_is_freed_while_recording():
+    """What is said of the graphs is theirs alone, whatever else goes meanwhile."""
+    backend = make()
+    inner, others = model_of(backend), [torch.empty(2**26, dtype=torch.uint8, device="cuda")]
+
+    def model(batch, q):
+        others.clear()
+        return inner(batch, q)
+
+    largest = batch_of("decode", [CONTEXT - DRAFTS] * 16, backend.pools)
+    memory = GraphRunner(backend, model, largest, inputs(16), sizes=(1, 16)).capture()
+    assert 0 < memory.graphs < 2**26
+
+
 def test_a_pass_of_padding_alone():
     runner = runner_of(make(), "decode")
     batch = batch_of("decode", [0, 0, 0], runner._backend.pools)
