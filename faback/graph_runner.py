@@ -41,7 +41,8 @@ class GraphMemory:
     Attributes:
         metadata: of the plans, shared by all sizes.
         static: the batch's tensors and the model's inputs.
-        graphs: of all graphs together, the model's activations among it; 0 on a CPU.
+        graphs: of all graphs together, the model's activations among it; 0 on a CPU, and with another
+            allocator than torch's usual one (`cudaMallocAsync`).
     """
 
     metadata: int
@@ -242,8 +243,10 @@ def _one(plan: Plan | tuple[Plan, ...]) -> Plan:
 
 
 def _held(pool: Any) -> int:
-    """Bytes of a pool of graphs; 0 on a CPU. All that torch holds says less: recording frees what garbage has held."""
-    segments = torch.cuda.memory_snapshot() if pool is not None else []  # type: ignore[no-untyped-call]
+    """Bytes of a pool of graphs. All that torch holds says less: recording frees what garbage has held."""
+    if pool is None or torch.cuda.get_allocator_backend() != "native":  # others cannot tell pools apart
+        return 0
+    segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
     return sum(segment["total_size"] for segment in segments if segment["segment_pool_id"] == pool)
 
 
